@@ -255,14 +255,17 @@ class ShardedTask:
         modules: list[nn.Module] = [*(unit.module for unit in units[:-1]), self._root]
         for index, module in enumerate(modules):
             is_root = module is self._root
-            module.register_forward_hook(partial(self._check_unchanged, index))  # before parameters are freed
+            # Hooks are called by compiled code, as those of fully_shard, and not part of it.
+            check = torch.compiler.disable(partial(self._check_unchanged, index))
+            note = torch.compiler.disable(partial(self._note_call, index))
+            module.register_forward_hook(check)  # before parameters are freed
             fully_shard(
                 module,
                 mesh=mesh,
                 reshard_after_forward=None if is_root and reshard_after_forward is True else reshard_after_forward,
                 ignored_params=set(self.replicated),
             )
-            module.register_forward_pre_hook(partial(self._note_call, index))  # after they are gathered
+            module.register_forward_pre_hook(note)  # after they are gathered
         self._units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         for unit in self._units:
             # The loss is weighted: gradients are summed, with an operation that every backend has.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,36 @@ def test_what_rounds_trains_to_nearly_the_weights_of_one_device(tmp_path):
         assert list(found) == list(ROUNDED)
         for name, apart in found.items():
             assert 0 < apart < 5e-3, (name, apart)
+
+
+# ---- Compiling
+
+
+def compiled_and_eager(folder: str) -> tuple[float, int]:
+    """Return the difference of weights between compiled units and eager ones, and the number of graphs."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    eager, compiled = Language(), Language()
+    fit(FSDPStrategy(device="cpu", units=["Block"]), eager, f"{folder}/eager", limit_train_batches=3)
+    compile_with = partial(torch.compile, backend=backend)
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        patch.setattr(torch, "compile", compile_with)
+        strategy = FSDPStrategy(device="cpu", units=["Block"])
+        fit(strategy, compiled, f"{folder}/compiled", compile=True, limit_train_batches=3)
+    pickle.dumps(copy.deepcopy(compiled))
+    return distance(compiled, eager), len(graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
+def test_compiled_units_train_to_the_weights_of_eager_ones(tmp_path):
+    for apart, graphs in run_ranks(compiled_and_eager, 2, str(tmp_path), timeout=150):
+        assert apart < TOLERANCE
+        assert graphs > 3, "each unit is compiled"
 
 
 # ---- A task that is never whole anywhere
