@@ -115,6 +115,9 @@ class Strategy:
         """Raise UserError for what this machine cannot run; called before any process is started."""
         pick_device(self._requested_device)
 
+    def check(self, task: TaskModule, precision: Precision) -> None:
+        """Raise UserError for a task or precision that the strategy cannot train; called after `validate`."""
+
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return what it returned on rank 0."""
         return run()

@@ -273,6 +273,7 @@ class Trainer:
                 "a LightningModule: trainkit.integrations.lightning.LightningTask(module)."
             )
         self.strategy.validate()
+        self.strategy.check(task, self.fit_config.precision)
         if is_deferred(task) or not self.strategy.initializes_modules:
             records_of(task)
         if self.fit_config.transforms is not None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.sharded_state import StoredTensor, elements, in_memory
@@ -234,6 +234,7 @@ class ShardedTask:
         mesh: DeviceMesh,
         *,
         reshard_after_forward: bool | int,
+        reduce_dtype: torch.dtype | None,
         records: Mapping[str, Record],
     ) -> None:
         self.task, self.mesh = task, mesh
@@ -263,6 +264,7 @@ class ShardedTask:
                 module,
                 mesh=mesh,
                 reshard_after_forward=None if is_root and reshard_after_forward is True else reshard_after_forward,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
                 ignored_params=set(self.replicated),
             )
             module.register_forward_pre_hook(note)  # after they are gathered

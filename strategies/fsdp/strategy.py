@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
-from trainkit.errors import UserError
+from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
 from trainkit.model.deferred_init import Record, records_of
@@ -35,6 +35,8 @@ from ..multiprocess import MultiProcessStrategy, RankSettings
 from .sharded_task import MIB, ParameterShard, ShardedTask, Units, choose_units, describe_units, make_mesh
 
 logger = logging.getLogger(__name__)
+
+REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class LockstepCollectives(ProcessGroupCollectives):
@@ -66,6 +68,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             within groups of that many ranks until then.
         replicate: Groups of ranks that each hold the whole task in shards: parameters are gathered inside a group, and
             gradients summed between groups too.
+        reduce_dtype: Dtype in which gradients are sent and summed: their own (`None`), `bf16`, `fp16` or `fp32`.
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
@@ -88,6 +91,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         min_unit_mb: float = 1.0,
         reshard_after_forward: bool | int = True,
         replicate: int = 1,
+        reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         broadcast_buffers: bool = True,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
@@ -106,8 +110,14 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             )
         if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
             raise UserError(f"replicate must be a whole number of groups, at least 1, got {replicate!r}.")
+        if reduce_dtype not in REDUCE_DTYPES:
+            names = [name for name in REDUCE_DTYPES if name]
+            raise UserError(
+                f"reduce_dtype={reduce_dtype!r} is unknown.{nearest(str(reduce_dtype), names)} Choose null, "
+                f"{', '.join(names)}."
+            )
         self.units, self.min_unit_mb = units, min_unit_mb
-        self.reshard_after_forward, self.replicate = reshard_after_forward, replicate
+        self.reshard_after_forward, self.replicate, self.reduce_dtype = reshard_after_forward, replicate, reduce_dtype
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._last: Any = None  # this rank's most recent batch
@@ -124,13 +134,22 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "torch, or set strategy=ddp."
             )
 
-    def setup(self, precision: Precision) -> None:
-        """Join the other ranks and choose this rank's device; collective."""
+    def check(self, task: TaskModule, precision: Precision) -> None:
+        """Raise UserError for `bf16-true`, and for a `reduce_dtype` that gradients have already."""
         if precision.name == "bf16-true":
             raise UserError(
                 "strategy=fsdp does not support bf16-true: the weights would differ from those of other strategies by "
                 "more than rounding. Set trainer.precision=bf16-mixed, or strategy=ddp."
             )
+        own = {precision.batch_type or parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
+        if own == {REDUCE_DTYPES[self.reduce_dtype]}:
+            raise UserError(
+                f"strategy.reduce_dtype={self.reduce_dtype} does nothing: the gradients of {type(task).__name__} are "
+                f"{self.reduce_dtype} already. Set strategy.reduce_dtype=null."
+            )
+
+    def setup(self, precision: Precision) -> None:
+        """Join the other ranks and choose this rank's device; collective."""
         super().setup(precision)
         world_size, replicate, groups = self.comm.world_size, self.replicate, self.reshard_after_forward
         if replicate > 1 and (world_size % replicate or world_size == replicate):
@@ -174,7 +193,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         )
         records = self.comm.broadcast_object(self._records) if self._records else {}
         self._sharded = ShardedTask(
-            task, units, mesh, reshard_after_forward=self.reshard_after_forward, records=records
+            task,
+            units,
+            mesh,
+            reshard_after_forward=self.reshard_after_forward,
+            reduce_dtype=REDUCE_DTYPES[self.reduce_dtype],
+            records=records,
         )
         self._records = {}
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}

@@ -215,7 +215,9 @@ class Rounded(Language):
 
 
 ROUNDED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "fp16": ({"overflows": True}, {"micro_batch_size": 1}, {"precision": "fp16-mixed", "max_grad_norm": 1.0}),
+    "fp16-mixed": ({"overflows": True}, {"micro_batch_size": 1}, {"precision": "fp16-mixed", "max_grad_norm": 1.0}),
+    **{name: ({}, {"reduce_dtype": name}, {}) for name in ("fp16", "fp32")},
+    "bf16": ({}, {"reduce_dtype": "bf16", "accumulate": 2}, {}),
 }
 
 
@@ -234,7 +236,7 @@ def test_what_rounds_trains_to_nearly_the_weights_of_one_device(tmp_path):
     for found in run_ranks(differences_by_rounding, 2, str(tmp_path)):
         assert list(found) == list(ROUNDED)
         for name, apart in found.items():
-            assert 0 < apart < 5e-3, (name, apart)
+            assert TOLERANCE < apart < 5e-3, (name, apart)
 
 
 # ---- Compiling
@@ -604,7 +606,6 @@ def refusals(folder: str) -> dict[str, str]:
         "added": (AddedInPlace(), {"units": ["Viewed"]}, {}),
         "uneven": (Uneven(), {"units": ["Block"]}, {}),
         "optimizer": (Muddled(), {}, {}),
-        "half": (Language(), {}, {"precision": "bf16-true"}),
         "groups": (Language(), {"reshard_after_forward": 2}, {}),
         "replicas": (Language(), {"replicate": 2}, {}),
         "histograms": (Language(), {}, {"callbacks": [Histograms()]}),
@@ -626,7 +627,6 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         assert "an output that is changed in place" in messages["added"]
         assert "ranks ran different units in step 0" in messages["uneven"]
         assert "Adafactor may need full parameters" in messages["optimizer"]
-        assert "does not support bf16-true" in messages["half"]
         assert "reshard_after_forward=2 must divide the 2 ranks" in messages["groups"]
         assert (
             "replicate=2 must divide the 2 ranks into groups of at least two; set strategy.replicate=1"
@@ -642,6 +642,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         ({"micro_batch_size": "auto"}, "micro_batch_size=auto does not work with FSDPStrategy"),
         ({"min_unit_mb": -1}, "min_unit_mb must be at least 0"),
         ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
+        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
         ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
         ({"devices": 0}, "at least 1"),
     ],
@@ -649,6 +650,19 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
 def test_wrong_settings_are_rejected(arguments, message):
     with pytest.raises(UserError, match=message):
         FSDPStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "message"),
+    [
+        ({}, "bf16-true", "does not support bf16-true"),
+        ({"reduce_dtype": "fp32"}, "bf16-mixed", "reduce_dtype=fp32 does nothing: the gradients of Language are fp32"),
+    ],
+)
+def test_what_cannot_train_the_task_is_refused_before_ranks_start(arguments, precision, message):
+    trainer = Trainer(FSDPStrategy(device="cpu", **arguments), precision=precision, callbacks=[], loggers=[])
+    with pytest.raises(UserError, match=message):
+        trainer.check(Language(), Data(train=sentences(), batch_size=8), resume=None)
 
 
 # ---- Units
