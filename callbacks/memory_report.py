@@ -105,6 +105,8 @@ def _advice(run: Run) -> Iterable[str]:
     if run.precision.name == "fp32":
         yield "trainer.precision=bf16-mixed: half the memory of activations"
     yield "trainer.activation_checkpointing=['<pattern of your blocks>']: a third more time, much less memory"
+    if run.strategy.device.type == "cuda":
+        yield "trainer.offload_activations=true: activations are kept in host memory until backward"
     if _optimizer_tensors(run):
         yield "strategy=fusion strategy.shard_optimizer=true: each rank keeps its shard of the optimizer state only"
 

@@ -37,7 +37,7 @@ from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.precision import Precision
 from trainkit.run_dir.failure import phase_in
-from trainkit.strategy import Strategy, pick_device
+from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
@@ -114,11 +114,11 @@ class MultiProcessStrategy(Strategy):
             if self.ranks.devices == "auto":
                 raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
             return
-        device = pick_device(self._requested_device)
-        if device.type == "mps":
+        kind = self.device_type
+        if kind == "mps":
             raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
-        count = torch.cuda.device_count() if device.type == "cuda" else 0
-        if device.type == "cuda" and self.ranks.backend != "gloo" and self.num_ranks() > count and not _is_joining():
+        count = torch.cuda.device_count() if kind == "cuda" else 0
+        if kind == "cuda" and self.ranks.backend != "gloo" and self.num_ranks() > count and not _is_joining():
             raise UserError(
                 f"devices={self.ranks.devices}, but torch sees {count} CUDA device{'s' * (count != 1)}; set "
                 f"strategy.devices={count}, or strategy.device=cpu."
@@ -137,7 +137,7 @@ class MultiProcessStrategy(Strategy):
         """Return the number of ranks to start on this machine."""
         if isinstance(self.ranks.devices, int):
             return self.ranks.devices
-        return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
+        return torch.cuda.device_count() if self.device_type == "cuda" else 2
 
     def rank_name(self, process: int) -> str:
         """Return the name of a process in messages."""
@@ -153,7 +153,7 @@ class MultiProcessStrategy(Strategy):
         if self.ranks.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
-            on_gpus = pick_device(self._requested_device).type == "cuda"
+            on_gpus = self.device_type == "cuda"
             launch = partial(launch_on_ray, environment=environment_of_caller(self.log_dir), on_gpus=on_gpus)
         run = partial(self._run_or_publish, run)
         return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
@@ -177,7 +177,7 @@ class MultiProcessStrategy(Strategy):
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
-        kind = pick_device(self._requested_device).type
+        kind = self.device_type
         if not dist.is_initialized():
             self._join_group(kind)
         self.device = torch.device("cpu")

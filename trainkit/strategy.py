@@ -111,6 +111,11 @@ class Strategy:
 
     # ---- Ranks
 
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the ranks compute on: `cpu`, `cuda` or `mps`; raises UserError for a missing one."""
+        return pick_device(self._requested_device).type
+
     def validate(self) -> None:
         """Raise UserError for what this machine cannot run; called before any process is started."""
         pick_device(self._requested_device)

@@ -69,6 +69,7 @@ class Trainer:
         no_weight_decay: Parameters without weight decay: `bias`, `norm`, `embedding`, or name patterns.
         freeze: Name patterns of parameters or modules that are not trained; their batch norms keep their statistics.
         activation_checkpointing: Name patterns of modules whose activations are recomputed in backward.
+        offload_activations: Keep what backward needs in host memory until then (CUDA).
         channels_last: Use the channels_last memory format, which makes convolutions faster on GPUs.
         sync_batch_norm: Convert BatchNorm to SyncBatchNorm (CUDA).
         on_nonfinite: What to do if the loss is NaN or infinite: `raise`, `skip` the step, `stop` the run, or
@@ -115,6 +116,7 @@ class Trainer:
         no_weight_decay: Sequence[str] = (),
         freeze: Sequence[str] = (),
         activation_checkpointing: Sequence[str] = (),
+        offload_activations: bool = False,
         channels_last: bool = False,
         sync_batch_norm: bool = False,
         on_nonfinite: NonfinitePolicy = "raise",
@@ -152,6 +154,7 @@ class Trainer:
             precision=chosen_precision,
             clip=GradientClipping(max_grad_norm, max_grad_value),
             transforms=ModelTransforms(*changes) if any(changes) else None,
+            offload_activations=offload_activations,
             compile=compile,
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
@@ -274,6 +277,8 @@ class Trainer:
             )
         self.strategy.validate()
         self.strategy.check(task, self.fit_config.precision)
+        if self.fit_config.offload_activations:
+            _check_offloads(self.strategy)
         if is_deferred(task) or not self.strategy.initializes_modules:
             records_of(task)
         if self.fit_config.transforms is not None:
@@ -330,6 +335,20 @@ def _check_step(task: TaskModule, name: str) -> None:
             f"{kind.__name__}.{name}{parameters} must take a batch alone: {name}(self, batch). A LightningModule runs "
             "unmodified as trainkit.integrations.lightning.LightningTask(module)."
         ) from None
+
+
+def _check_offloads(strategy: Strategy) -> None:
+    """Raise UserError for a strategy under which activations cannot be offloaded."""
+    where = ""
+    if strategy.device_type != "cuda":
+        where = f"works on CUDA devices only, and this run is on {strategy.device_type}"
+    elif not strategy.supports_module_hooks:
+        where = f"does not work with {type(strategy).__name__}, which keeps activations by itself"
+    if where:
+        raise UserError(
+            f"offload_activations=true {where}. Set trainer.offload_activations=false; "
+            "trainer.activation_checkpointing saves memory on every device and under every strategy."
+        )
 
 
 def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:

@@ -166,6 +166,10 @@ class DataParallelStrategy(PhaseTraining):
             )
         return devices
 
+    @property
+    def device_type(self) -> str:
+        return self.devices[0].type
+
     def validate(self) -> None:
         assert self.devices
 

@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError, registry
+from trainkit.loops import worker
 from trainkit.model.transforms import ModelTransforms, matches
 from trainkit.optim.optimizer import split_weight_decay_groups
 from trainkit.testing import assert_strategies_equal
@@ -85,6 +89,63 @@ def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make
     if not strategy:
         assert [block.calls for block in plain.blocks] == [4, 4]
         assert [block.calls for block in checkpointed.blocks] == [8, 8]
+
+
+class OnCuda(SingleStrategy):
+    """Says that it is on CUDA before a run, and trains on the CPU."""
+
+    device_type = "cuda"
+
+
+@pytest.mark.parametrize("checkpointing", [[], ["blocks.*"]])
+def test_offloaded_activations_train_to_the_same_bits(make_trainer: Any, monkeypatch: Any, checkpointing: Any) -> None:
+    offloaded: list[Tensor] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            pack, self.pack_hook = self.pack_hook, lambda tensor: offloaded.append(tensor) or pack(tensor)
+
+    monkeypatch.setattr(worker, "save_on_cpu", Counted)
+    plain, task, settings = Blocks(), Blocks(), {"activation_checkpointing": checkpointing}
+    make_trainer(OnCuda(device="cpu"), **settings).fit(plain, data())
+    assert not offloaded
+    make_trainer(OnCuda(device="cpu"), offload_activations=True, **settings).fit(task, data())
+
+    assert_same_bits(task, plain)
+    assert len(offloaded) > 2 * 4  # the inputs of both blocks in each of 4 steps, and others
+    offloaded.clear()
+    make_trainer(OnCuda(device="cpu"), **settings).fit(task, data())
+    assert not offloaded
+
+
+def test_offloading_is_refused_by_name_where_it_does_nothing(make_trainer: Any, monkeypatch: Any) -> None:
+    for strategy in (None, DataParallelStrategy(devices=["cpu", "cpu"]), PipelineStrategy(stages=2, device="cpu")):
+        with pytest.raises(UserError, match="works on CUDA devices only, and this run is on cpu"):
+            make_trainer(strategy, offload_activations=True).fit(Blocks(), data())
+    monkeypatch.setattr(PipelineStrategy, "device_type", "cuda")
+    pipeline = PipelineStrategy(stages=2, device="cpu", backend="gloo")
+    with pytest.raises(UserError, match="does not work with PipelineStrategy, which keeps activations by itself"):
+        make_trainer(pipeline, offload_activations=True).fit(Blocks(), data())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloading_saves_memory_on_cuda_and_changes_no_bit(make_trainer: Any) -> None:
+    def trained(**settings: Any) -> tuple[nn.Module, int]:
+        task = Blocks()
+        task.blocks.extend(Block() for _ in range(20))
+        torch.cuda.reset_peak_memory_stats()
+        many = Data(train=regression_data(2**18), batch_size=2**17)
+        make_trainer(SingleStrategy(device="cuda"), **settings).fit(task, many)
+        return task, torch.cuda.max_memory_allocated()
+
+    torch.manual_seed(0)
+    plain, most = trained()
+    torch.manual_seed(0)
+    task, least = trained(offload_activations=True)
+    assert_same_bits(task, plain)
+    assert least < most / 2
 
 
 def test_parameters_without_decay_are_a_group_with_the_same_learning_rate(make_trainer: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
@@ -119,6 +120,13 @@ def distance(task: nn.Module, other: nn.Module) -> float:
     return max((state[name].double() - expected[name].double()).abs().max().item() for name in state)
 
 
+class Offloading(Callback):
+    """Does on the CPU what `offload_activations` does on CUDA."""
+
+    def on_fit_start(self, run: Any) -> None:
+        run.precision.surround(partial(save_on_cpu, pin_memory=True))
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # arguments of the task, of the strategy, of the Trainer
     "one unit": ({}, {"units": []}, {}),
@@ -131,6 +139,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "frozen": ({"frozen": True}, {"units": ["Block"], "accumulate": 2}, {"fused_optimizer": False}),
     "replicated": ({}, {"units": ["Block"], "replicate": 2, "accumulate": 2}, {"max_grad_norm": 0.05}),
     "recomputed": ({}, {"units": ["Block"]}, {"activation_checkpointing": ["blocks.*"]}),
+    "offloaded": ({}, {"units": ["Block"]}, {"callbacks": [Offloading()], "activation_checkpointing": ["blocks.1"]}),
 }
 
 

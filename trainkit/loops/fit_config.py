@@ -29,6 +29,7 @@ class FitConfig:
     precision: Precision
     clip: GradientClipping
     transforms: ModelTransforms | None
+    offload_activations: bool
     compile: bool
     deterministic: bool
     detect_anomaly: bool

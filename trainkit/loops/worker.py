@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import reason
@@ -126,6 +127,8 @@ def run_on_rank(
             if config.transforms is not None:
                 num_processes, device = strategy.comm.num_processes, strategy.device
                 stack.enter_context(config.transforms.applied(task, num_processes=num_processes, device=device))
+            if config.offload_activations:
+                stack.callback(config.precision.surround(partial(save_on_cpu, pin_memory=True)))
             run = Run(
                 task=task,
                 data=data,
