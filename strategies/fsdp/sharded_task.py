@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.sharded_state import StoredTensor, elements, in_memory
@@ -224,7 +224,7 @@ class ShardedTask:
         gradients       rank 0 [ a0 b0 ]   rank 1 [ a1 b1 ]     summed over ranks, each rank keeps its shard
 
     Names of parameters are those of the task. `replicated` parameters are on every rank. A task without values gets
-    those that its `records` make, of parameters this rank's shards.
+    those that its `records` make, of parameters this rank's shards. With `offload` shards are in host memory.
     """
 
     def __init__(
@@ -235,9 +235,11 @@ class ShardedTask:
         *,
         reshard_after_forward: bool | int,
         reduce_dtype: torch.dtype | None,
+        offload: bool,
         records: Mapping[str, Record],
     ) -> None:
         self.task, self.mesh = task, mesh
+        self._shard_device = torch.device("cpu" if offload else mesh.device_type)
         self._shard_mesh = mesh["shard"]
         self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         self.replicated = [parameter for parameter in task.parameters() if parameter.dim() == 0]  # nothing to shard
@@ -265,6 +267,7 @@ class ShardedTask:
                 mesh=mesh,
                 reshard_after_forward=None if is_root and reshard_after_forward is True else reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+                offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 ignored_params=set(self.replicated),
             )
             module.register_forward_pre_hook(note)  # after they are gathered
@@ -301,7 +304,7 @@ class ShardedTask:
 
         def with_memory(tensor: Tensor) -> Tensor:
             is_shard = isinstance(tensor, DTensor) and tensor.is_meta
-            return torch.empty_like(tensor, device=device) if is_shard else tensor
+            return torch.empty_like(tensor, device=self._shard_device) if is_shard else tensor
 
         self._root._apply(with_memory)  # type: ignore[no-untyped-call] # torch does not annotate it
         with torch.no_grad():
@@ -376,7 +379,7 @@ class ShardedTask:
 
     def full(self, shard: ParameterShard, local: Tensor) -> Tensor:
         """Return the whole tensor of which each rank has the elements `local`, sharded as the parameter; collective."""
-        return _whole(_like(shard.sharded, local))
+        return _whole(shard.sharded, local)
 
     def first_element(self, sharded: Tensor) -> int:
         """Return the index of this rank's first element of a parameter."""
@@ -398,7 +401,7 @@ class ShardedTask:
         for key, value in state.items():
             if isinstance(value, DTensor):
                 if id(value) not in wholes:
-                    whole = _whole(value.detach())
+                    whole = _whole(value, value.to_local().detach())
                     wholes[id(value)] = whole.cpu() if is_main else whole.to("meta")
                 state[key] = wholes[id(value)]
             elif isinstance(value, Tensor):
@@ -427,7 +430,7 @@ class ShardedTask:
             sharded = present[id(original)]
             if id(original) not in wholes:
                 assert isinstance(sharded, DTensor)
-                whole = _whole(sharded.detach())
+                whole = _whole(sharded, sharded.to_local().detach())
                 if original.is_meta:
                     replace_content(original, whole)
                 else:
@@ -464,14 +467,15 @@ def _added_names(module: nn.Module) -> dict[str, set[Any]]:
 
 
 def _like(sharded: Tensor, local: Tensor) -> DTensor:
-    """Return the DTensor of which each rank has the elements `local`, sharded as `sharded`."""
+    """Return the DTensor on the mesh's devices of which each rank has the elements `local`, sharded as `sharded`."""
     assert isinstance(sharded, DTensor)
     return DTensor.from_local(
         local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
     )
 
 
-def _whole(sharded: Tensor) -> Tensor:
-    assert isinstance(sharded, DTensor)
-    whole: Tensor = sharded.full_tensor()
-    return whole.clone() if sharded.device_mesh.size() == 1 else whole
+def _whole(sharded: Tensor, local: Tensor) -> Tensor:
+    """Return the tensor on the mesh's devices of which each rank has the elements `local`; collective."""
+    parts = _like(sharded, local)
+    whole: Tensor = parts.full_tensor()
+    return whole.clone() if parts.device_mesh.size() == 1 else whole

@@ -69,6 +69,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         replicate: Groups of ranks that each hold the whole task in shards: parameters are gathered inside a group, and
             gradients summed between groups too.
         reduce_dtype: Dtype in which gradients are sent and summed: their own (`None`), `bf16`, `fp16` or `fp32`.
+        offload: `cpu`: shards, their gradients and the optimizer are in host memory (CUDA).
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
@@ -92,6 +93,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         reshard_after_forward: bool | int = True,
         replicate: int = 1,
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
+        offload: Literal["cpu"] | None = None,
         broadcast_buffers: bool = True,
         timeout_seconds: float = 1800.0,
         backend: str = "auto",
@@ -116,7 +118,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"reduce_dtype={reduce_dtype!r} is unknown.{nearest(str(reduce_dtype), names)} Choose null, "
                 f"{', '.join(names)}."
             )
-        self.units, self.min_unit_mb = units, min_unit_mb
+        if offload not in (None, "cpu"):
+            raise UserError(f"offload={offload!r} is unknown.{nearest(str(offload), ['cpu'])} Choose null or cpu.")
+        self.units, self.min_unit_mb, self.offload = units, min_unit_mb, offload
         self.reshard_after_forward, self.replicate, self.reduce_dtype = reshard_after_forward, replicate, reduce_dtype
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
@@ -133,9 +137,19 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
                 "torch, or set strategy=ddp."
             )
+        if self.offload is not None and self.device_type != "cuda":
+            raise UserError(
+                f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
+                f"{self.device_type}. Set strategy.offload=null."
+            )
 
     def check(self, task: TaskModule, precision: Precision) -> None:
-        """Raise UserError for `bf16-true`, and for a `reduce_dtype` that gradients have already."""
+        """Raise UserError for a precision without support, and for a `reduce_dtype` that gradients have already."""
+        if precision.name == "fp16-mixed" and self.offload is not None:
+            raise UserError(
+                "strategy.offload=cpu does not support fp16-mixed, whose scaler reads the gradients on the device. Set "
+                "trainer.precision=bf16-mixed, or strategy.offload=null."
+            )
         if precision.name == "bf16-true":
             raise UserError(
                 "strategy=fsdp does not support bf16-true: the weights would differ from those of other strategies by "
@@ -198,6 +212,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             mesh,
             reshard_after_forward=self.reshard_after_forward,
             reduce_dtype=REDUCE_DTYPES[self.reduce_dtype],
+            offload=self.offload is not None,
             records=records,
         )
         self._records = {}
@@ -349,11 +364,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _scale_gradients(self, factor: float | Tensor) -> None:
         held = (self._locals.get(id(parameter), parameter) for parameter in self._trained)
         gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        if gradients:  # which are on two devices with `offload`
+            torch._foreach_mul_(gradients, factor if self.offload is None else float(factor))
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
-        """Return the global 2-norm of the gradients, a scalar on the device; collective."""
+        """Return the global 2-norm of the gradients, a scalar where the shards are; collective."""
         replicated = {id(parameter) for parameter in self._task.replicated}
         counted = [  # each element on one rank
             parameter.grad
@@ -363,7 +378,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         ]
         own = total_norm(counted, self.device)
         dtype = norm_dtype(phase_optimizer.parameters)  # a rank may have no gradients
-        return self.comm.all_reduce(own.double().square()).sqrt().to(dtype)
+        norm = self.comm.all_reduce(own.double().square()).sqrt().to(dtype)
+        return norm if self.offload is None else norm.cpu()  # or fused kernels on the CPU would read it too early
 
     @property
     def _task(self) -> ShardedTask:

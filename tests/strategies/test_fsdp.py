@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
@@ -21,6 +22,7 @@ from trainkit.callbacks.histograms import Histograms
 from trainkit.callbacks.model_graph import ModelGraph
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp import DataParallelStrategy
+from trainkit.strategies.fsdp import sharded_task
 from trainkit.strategies.fsdp.sharded_task import choose_units
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -139,6 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "frozen": ({"frozen": True}, {"units": ["Block"], "accumulate": 2}, {"fused_optimizer": False}),
     "replicated": ({}, {"units": ["Block"], "replicate": 2, "accumulate": 2}, {"max_grad_norm": 0.05}),
     "recomputed": ({}, {"units": ["Block"]}, {"activation_checkpointing": ["blocks.*"]}),
+    "on the host": ({"weighted": True}, {"units": ["Block"], "offload": "cpu"}, {"on_nonfinite": "skip"}),
     "offloaded": ({}, {"units": ["Block"]}, {"callbacks": [Offloading()], "activation_checkpointing": ["blocks.1"]}),
 }
 
@@ -153,7 +156,10 @@ def differences_from_single(names: list[str], folder: str) -> dict[str, tuple[fl
         task.seen.copy_(alone.seen)  # it counts micro-batches
         start = distance(task.double(), alone)
         parameters = list(task.parameters())
-        ours = fit(FSDPStrategy(device="cpu", **layout), task, f"{folder}/{name}", **settings)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FSDPStrategy, "validate", lambda self: None)  # which refuses `offload` on the CPU
+            patch.setattr(sharded_task, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
+            ours = fit(FSDPStrategy(device="cpu", **layout), task, f"{folder}/{name}", **settings)
         assert all(one is other for one, other in zip(parameters, task.parameters(), strict=True)), "whole again"
         pickle.dumps(copy.deepcopy(task))
         task.seen.copy_(alone.seen)
@@ -201,6 +207,33 @@ def differences_in_phases(folder: str) -> list[float]:
 def test_phases_have_the_weights_of_one_device(tmp_path):
     for found in run_ranks(differences_in_phases, 2, str(tmp_path)):
         assert max(found) < TOLERANCE
+
+
+class ShardsOnHost(Callback):
+    """Fails unless the shards and the state of the optimizer are in host memory, and the buffers on the device."""
+
+    def on_step_end(self, run: Any) -> None:
+        state = run.strategy.local_state(run.task)
+        assert state["seen"].is_cuda and state["scale"].is_cuda, "nothing to shard"
+        assert not state["blocks.0.widen.weight"].is_cuda
+        averages = run.phase_optimizer.optimizer.state[state["blocks.0.widen.weight"]]
+        assert not averages["exp_avg"].is_cuda
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("deferred", [False, True])
+def test_shards_in_host_memory_train_and_resume_to_the_weights_of_one_device(deferred, tmp_path):
+    alone, tasks = built(False, weighted=True), [built(deferred, weighted=True) for _ in range(2)]
+    settings = {"max_grad_norm": 0.05, "on_nonfinite": "skip"}
+    fit(SingleStrategy(device="cuda"), alone, tmp_path / "single", **settings)
+    for task, stops, resume in zip(tasks, ([StopAt(3)], []), (False, True), strict=True):
+        strategy = FSDPStrategy(
+            devices=min(2, torch.cuda.device_count()), device="cuda", offload="cpu", units=["Block"], accumulate=2
+        )
+        fit(strategy, task, tmp_path / "fsdp", resume=resume, callbacks=[ShardsOnHost(), EMA(), *stops], **settings)
+    tasks[1].seen.copy_(alone.seen)
+    assert distance(tasks[1].cpu(), alone.cpu()) < TOLERANCE
 
 
 # ---- Settings that round
@@ -651,6 +684,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         ({"micro_batch_size": "auto"}, "micro_batch_size=auto does not work with FSDPStrategy"),
         ({"min_unit_mb": -1}, "min_unit_mb must be at least 0"),
         ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
+        ({"offload": "gpu"}, "offload='gpu' is unknown.* Choose null or cpu"),
         ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
         ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
         ({"devices": 0}, "at least 1"),
@@ -665,6 +699,11 @@ def test_wrong_settings_are_rejected(arguments, message):
     ("arguments", "precision", "message"),
     [
         ({}, "bf16-true", "does not support bf16-true"),
+        (
+            {"offload": "cpu"},
+            "fp32",
+            "offload=cpu moves shards from CUDA devices to host memory, and this run is on cpu",
+        ),
         ({"reduce_dtype": "fp32"}, "bf16-mixed", "reduce_dtype=fp32 does nothing: the gradients of Language are fp32"),
     ],
 )
@@ -672,6 +711,11 @@ def test_what_cannot_train_the_task_is_refused_before_ranks_start(arguments, pre
     trainer = Trainer(FSDPStrategy(device="cpu", **arguments), precision=precision, callbacks=[], loggers=[])
     with pytest.raises(UserError, match=message):
         trainer.check(Language(), Data(train=sentences(), batch_size=8), resume=None)
+
+
+def test_shards_in_host_memory_are_not_trained_with_a_scaler():
+    with pytest.raises(UserError, match="offload=cpu does not support fp16-mixed"):
+        FSDPStrategy(offload="cpu").check(Language(), Precision("fp16-mixed"))
 
 
 # ---- Units
