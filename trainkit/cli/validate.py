@@ -31,6 +31,8 @@ _FAMILIAR = {
     **dict.fromkeys(("async", "save_async", "async_checkpoint"), "callbacks.checkpoint.async_save"),
     **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpoint"), "trainer.activation_checkpointing"),
+    "activation_offloading": "trainer.offload_activations",
+    "cpu_offload": "strategy.offload",
     "save_total_limit": "callbacks.checkpoint.save_top_k",
     "num_sanity_val_steps": "trainer.num_sanity_batches",
     "limit_val_batches": "trainer.limit_validation_batches",
