@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,8 +159,10 @@ def differences_from_single(names: list[str], folder: str) -> dict[str, tuple[fl
         parameters = list(task.parameters())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FSDPStrategy, "validate", lambda self: None)  # which refuses `offload` on the CPU
-            patch.setattr(sharded_task, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
+            on_host = Mock(wraps=partial(CPUOffloadPolicy, pin_memory=False))
+            patch.setattr(sharded_task, "CPUOffloadPolicy", on_host)
             ours = fit(FSDPStrategy(device="cpu", **layout), task, f"{folder}/{name}", **settings)
+        assert on_host.called == ("offload" in layout)
         assert all(one is other for one, other in zip(parameters, task.parameters(), strict=True)), "whole again"
         pickle.dumps(copy.deepcopy(task))
         task.seen.copy_(alone.seen)
