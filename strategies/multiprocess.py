@@ -37,7 +37,7 @@ from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.precision import Precision
 from trainkit.run_dir.failure import phase_in
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
@@ -106,15 +106,15 @@ class MultiProcessStrategy(Strategy):
 
     # ---- Ranks
 
-    def validate(self) -> None:
-        """Raise UserError for unavailable devices, backends or packages."""
+    def validate(self, task: TaskModule, precision: Precision) -> str:
+        """Return the kind of device of the ranks; raises UserError for unavailable devices, backends or packages."""
+        kind = super().validate(task, precision)
         if self.ranks.launcher == "ray":
             if find_spec("ray") is None:
                 raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit-torch[ray]'")
             if self.ranks.devices == "auto":
                 raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
-            return
-        kind = self.device_type
+            return kind
         if kind == "mps":
             raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
         count = torch.cuda.device_count() if kind == "cuda" else 0
@@ -127,6 +127,7 @@ class MultiProcessStrategy(Strategy):
             raise UserError(
                 f"backend={self.ranks.backend!r} is not part of this torch build; set strategy.backend=auto."
             )
+        return kind
 
     @property
     def starts_ranks(self) -> bool:
@@ -137,7 +138,7 @@ class MultiProcessStrategy(Strategy):
         """Return the number of ranks to start on this machine."""
         if isinstance(self.ranks.devices, int):
             return self.ranks.devices
-        return torch.cuda.device_count() if self.device_type == "cuda" else 2
+        return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
 
     def rank_name(self, process: int) -> str:
         """Return the name of a process in messages."""
@@ -153,7 +154,7 @@ class MultiProcessStrategy(Strategy):
         if self.ranks.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
-            on_gpus = self.device_type == "cuda"
+            on_gpus = pick_device(self._requested_device).type == "cuda"
             launch = partial(launch_on_ray, environment=environment_of_caller(self.log_dir), on_gpus=on_gpus)
         run = partial(self._run_or_publish, run)
         return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
@@ -177,7 +178,7 @@ class MultiProcessStrategy(Strategy):
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
-        kind = self.device_type
+        kind = pick_device(self._requested_device).type
         if not dist.is_initialized():
             self._join_group(kind)
         self.device = torch.device("cpu")

@@ -111,17 +111,12 @@ class Strategy:
 
     # ---- Ranks
 
-    @property
-    def device_type(self) -> str:
-        """The kind of device that the ranks compute on: `cpu`, `cuda` or `mps`; raises UserError for a missing one."""
+    def validate(self, task: TaskModule, precision: Precision) -> str:
+        """Return the kind of device that the ranks compute on: `cpu`, `cuda` or `mps`.
+
+        Raises UserError for what this machine or the strategy cannot run; called before any process is started.
+        """
         return pick_device(self._requested_device).type
-
-    def validate(self) -> None:
-        """Raise UserError for what this machine cannot run; called before any process is started."""
-        pick_device(self._requested_device)
-
-    def check(self, task: TaskModule, precision: Precision) -> None:
-        """Raise UserError for a task or precision that the strategy cannot train; called after `validate`."""
 
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return what it returned on rank 0."""

@@ -275,10 +275,9 @@ class Trainer:
                 f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it, or wrap "
                 "a LightningModule: trainkit.integrations.lightning.LightningTask(module)."
             )
-        self.strategy.validate()
-        self.strategy.check(task, self.fit_config.precision)
+        device_type = self.strategy.validate(task, self.fit_config.precision)
         if self.fit_config.offload_activations:
-            _check_offloads(self.strategy)
+            _check_offloads(self.strategy, device_type)
         if is_deferred(task) or not self.strategy.initializes_modules:
             records_of(task)
         if self.fit_config.transforms is not None:
@@ -337,11 +336,11 @@ def _check_step(task: TaskModule, name: str) -> None:
         ) from None
 
 
-def _check_offloads(strategy: Strategy) -> None:
+def _check_offloads(strategy: Strategy, device_type: str) -> None:
     """Raise UserError for a strategy under which activations cannot be offloaded."""
     where = ""
-    if strategy.device_type != "cuda":
-        where = f"works on CUDA devices only, and this run is on {strategy.device_type}"
+    if device_type != "cuda":
+        where = f"works on CUDA devices only, and this run is on {device_type}"
     elif not strategy.supports_module_hooks:
         where = f"does not work with {type(strategy).__name__}, which keeps activations by itself"
     if where:

@@ -166,12 +166,8 @@ class DataParallelStrategy(PhaseTraining):
             )
         return devices
 
-    @property
-    def device_type(self) -> str:
+    def validate(self, task: TaskModule, precision: Precision) -> str:
         return self.devices[0].type
-
-    def validate(self) -> None:
-        assert self.devices
 
     def setup(self, precision: Precision) -> None:
         """Make the first device the master and prepare a thread for each of the others."""

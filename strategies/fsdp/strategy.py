@@ -129,26 +129,27 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- Before and after training
 
-    def validate(self) -> None:
-        """Raise UserError for unavailable devices, backends or packages, and for a torch without `fully_shard`."""
-        super().validate()
+    def validate(self, task: TaskModule, precision: Precision) -> str:
+        """Return the kind of device of the ranks.
+
+        Raises UserError for unavailable devices, backends or packages, a torch without `fully_shard`, a precision
+        without support, and a `reduce_dtype` that gradients have already.
+        """
+        device_type = super().validate(task, precision)
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise UserError(
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
                 "torch, or set strategy=ddp."
             )
-        if self.offload is not None and self.device_type != "cuda":
-            raise UserError(
-                f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
-                f"{self.device_type}. Set strategy.offload=null."
-            )
-
-    def check(self, task: TaskModule, precision: Precision) -> None:
-        """Raise UserError for a precision without support, and for a `reduce_dtype` that gradients have already."""
         if precision.name == "fp16-mixed" and self.offload is not None:
             raise UserError(
                 "strategy.offload=cpu does not support fp16-mixed, whose scaler reads the gradients on the device. Set "
                 "trainer.precision=bf16-mixed, or strategy.offload=null."
+            )
+        if self.offload is not None and device_type != "cuda":
+            raise UserError(
+                f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
+                f"{device_type}. Set strategy.offload=null."
             )
         if precision.name == "bf16-true":
             raise UserError(
@@ -161,6 +162,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"strategy.reduce_dtype={self.reduce_dtype} does nothing: the gradients of {type(task).__name__} are "
                 f"{self.reduce_dtype} already. Set strategy.reduce_dtype=null."
             )
+        return device_type
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""

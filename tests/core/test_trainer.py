@@ -716,7 +716,7 @@ def test_a_trainer_can_be_used_again(make_trainer):
 
 def test_a_strategy_that_cannot_run_here_is_refused_before_it_is_launched(make_trainer):
     class Missing(SingleStrategy):
-        def validate(self):
+        def validate(self, task, precision):
             raise UserError("no such device")
 
         def launch(self, run):

@@ -94,7 +94,8 @@ def test_activations_are_computed_twice_and_weights_are_the_same_to_the_bit(make
 class OnCuda(SingleStrategy):
     """Says that it is on CUDA before a run, and trains on the CPU."""
 
-    device_type = "cuda"
+    def validate(self, task: nn.Module, precision: Any) -> str:
+        return "cuda"
 
 
 @pytest.mark.parametrize("checkpointing", [[], ["blocks.*"]])
@@ -123,7 +124,7 @@ def test_offloading_is_refused_by_name_where_it_does_nothing(make_trainer: Any, 
     for strategy in (None, DataParallelStrategy(devices=["cpu", "cpu"]), PipelineStrategy(stages=2, device="cpu")):
         with pytest.raises(UserError, match="works on CUDA devices only, and this run is on cpu"):
             make_trainer(strategy, offload_activations=True).fit(Blocks(), data())
-    monkeypatch.setattr(PipelineStrategy, "device_type", "cuda")
+    monkeypatch.setattr(PipelineStrategy, "validate", OnCuda.validate)
     pipeline = PipelineStrategy(stages=2, device="cpu", backend="gloo")
     with pytest.raises(UserError, match="does not work with PipelineStrategy, which keeps activations by itself"):
         make_trainer(pipeline, offload_activations=True).fit(Blocks(), data())

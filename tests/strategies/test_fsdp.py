@@ -158,7 +158,7 @@ def differences_from_single(names: list[str], folder: str) -> dict[str, tuple[fl
         start = distance(task.double(), alone)
         parameters = list(task.parameters())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FSDPStrategy, "validate", lambda self: None)  # which refuses `offload` on the CPU
+            patch.setattr(FSDPStrategy, "validate", lambda *_: "cpu")  # which refuses `offload` on the CPU
             on_host = Mock(wraps=partial(CPUOffloadPolicy, pin_memory=False))
             patch.setattr(sharded_task, "CPUOffloadPolicy", on_host)
             ours = fit(FSDPStrategy(device="cpu", **layout), task, f"{folder}/{name}", **settings)
@@ -718,7 +718,7 @@ def test_what_cannot_train_the_task_is_refused_before_ranks_start(arguments, pre
 
 def test_shards_in_host_memory_are_not_trained_with_a_scaler():
     with pytest.raises(UserError, match="offload=cpu does not support fp16-mixed"):
-        FSDPStrategy(offload="cpu").check(Language(), Precision("fp16-mixed"))
+        FSDPStrategy(offload="cpu").validate(Language(), Precision("fp16-mixed"))
 
 
 # ---- Units

@@ -24,6 +24,7 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Data, TaskModule, Trainer, UserError
+from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
 
 NUM_SAMPLES = 53
@@ -398,7 +399,7 @@ def test_wrong_settings_are_rejected(arguments, message):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_devices_are_rejected_before_a_process_starts():
     with pytest.raises(UserError, match="torch sees 0 CUDA devices"):
-        DDPStrategy(devices=2, device="cuda").validate()
+        DDPStrategy(devices=2, device="cuda").validate(Regression(), Precision())
 
 
 SCRIPT = """
