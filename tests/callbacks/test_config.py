@@ -70,6 +70,7 @@ def test_numbers_of_numpy_and_whole_numbers_for_any_number_are_accepted() -> Non
     )
 
 
+@pytest.mark.slow
 def test_making_the_defaults_imports_neither_rich_nor_tensorboard() -> None:
     program = (
         "import sys; from trainkit import Trainer; Trainer();"

@@ -86,6 +86,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 def test_an_error_in_the_config_imports_nothing_that_is_slow_beside_torch_and_hydra():
     script = f"""
 import sys, torch, hydra
@@ -155,6 +156,7 @@ def test_the_saved_config_repeats_the_run(capsys, tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_deferred_init_builds_the_same_task_without_memory(tmp_path):
     quiet = ["callbacks=[checkpoint]", "logger=[]", "trainer.max_duration=3step"]
     found = []
@@ -331,6 +333,7 @@ def _command(argv):
     sys.exit(main(argv))
 
 
+@pytest.mark.slow
 def test_escapes_in_names_and_messages_are_shown_and_never_reach_the_terminal_raw(capsys):
     Path("hostile.py").write_text(HOSTILE_TASK)
     fit = ["fit", *TINY, "task._target_=hostile.Hostile", "run_dir=run", "trainer.max_duration=4step"]

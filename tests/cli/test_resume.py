@@ -39,6 +39,7 @@ def test_a_run_continued_in_mid_epoch_has_the_weights_of_one_never_stopped():
     assert len(Path("parts/metrics.jsonl").read_text().splitlines()) >= 1
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_other_settings_and_another_choice_of_callbacks():
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
     argv = ["resume", "checkpoint=run", "trainer.max_duration=4step", "strategy=single", "strategy.accumulate=2"]

@@ -25,6 +25,7 @@ def _jobs(folder):
     return json.loads((folder / "sweep.json").read_text())["jobs"]
 
 
+@pytest.mark.slow
 def test_two_jobs_leave_two_run_folders_and_a_table(tmp_path, capsys):
     assert main(["fit", "-m", *TINY, "task.lr=0.1,0.2", "+callbacks=early_stopping", "~callbacks.progress_bar"]) == 0
     (sweep,) = (tmp_path / "runs" / "digits_mlp").iterdir()

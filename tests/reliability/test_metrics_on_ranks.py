@@ -140,6 +140,7 @@ def test_ranks_compute_what_one_device_does(num_ranks):
     assert [row["train/order/total"] for row in training] == [sum(range(10)), sum(range(10, 16))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 def test_replicas_of_dp_compute_what_one_device_does():
     for num_samples in SIZES:

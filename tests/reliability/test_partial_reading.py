@@ -36,6 +36,8 @@ from trainkit.strategy import local_state
 from trainkit.testing import rank_outcomes, run_ranks
 from trainkit.tree import tensors_in
 
+pytestmark = pytest.mark.slow
+
 WRONG = 16  # a sample of the fourth step
 WIDTH = 254  # rows that three ranks share unevenly
 
@@ -306,7 +308,6 @@ def test_shards_that_fsdp_writes_in_the_background_are_those_of_their_step(saved
             torch.testing.assert_close(payloads[0][part], payloads[1][part], rtol=0, atol=0)
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_under_other_strategies_from_shards_and_whole_files(tmp_path, expected):
     for kind, num_ranks, step, saving in [
         ("fsdp", 4, 2, {"sharded": True}),
@@ -326,7 +327,6 @@ def killed_while_writing(folder: Path) -> None:
     fit("fsdp", folder, 8, sharded=True, async_save=True)
 
 
-@pytest.mark.slow
 def test_a_rank_of_fsdp_killed_while_it_writes_costs_the_work_since_the_last_checkpoint(tmp_path, expected):
     outcomes = rank_outcomes(killed_while_writing, 2, tmp_path / "run", patience=20)
     assert "SIGKILL" in str(outcomes[1].failure)

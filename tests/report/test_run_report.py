@@ -74,6 +74,7 @@ def test_training_and_validation_share_a_chart(finished_run):
     assert ["train", "validation"] in names
 
 
+@pytest.mark.slow
 def test_a_report_has_no_external_resources(finished_run, failed_run, long_run):
     for folder in (finished_run, failed_run, long_run):
         page = Page.of(folder / "report.html")

@@ -207,6 +207,7 @@ def differences_in_phases(folder: str) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_phases_have_the_weights_of_one_device(tmp_path):
     for found in run_ranks(differences_in_phases, 2, str(tmp_path)):
         assert max(found) < TOLERANCE
@@ -277,6 +278,7 @@ def differences_by_rounding(folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_what_rounds_trains_to_nearly_the_weights_of_one_device(tmp_path):
     for found in run_ranks(differences_by_rounding, 2, str(tmp_path)):
         assert list(found) == list(ROUNDED)

@@ -80,6 +80,7 @@ def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     _assert_equal(2, cases, tolerance=DOUBLE)
 
 
+@pytest.mark.slow
 def test_a_value_that_several_stages_use_gets_the_gradients_of_all_of_them():
     _assert_equal(4, [_case(EncoderDecoder, num_steps=3)], tolerance=DOUBLE)
 
@@ -219,6 +220,7 @@ class _CompiledParts(Mlp):
             layer.compile(backend="eager")
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_leaf_modules():
     _assert_equal(2, [_case(_CompiledParts, num_steps=2)], tolerance=DOUBLE)
 

@@ -204,5 +204,6 @@ def test_a_stage_makes_its_own_parameters_only():
     assert sum(held) == sizes and all(0 < size < sizes for size in held)
 
 
+@pytest.mark.slow
 def test_a_saved_run_goes_on_with_a_task_on_the_meta_device():
     assert _trained(_Own)[0][2] <= 1e-10

@@ -445,6 +445,7 @@ class _Compiled(Mlp):
         self.compile()
 
 
+@pytest.mark.slow
 def test_a_task_compiled_as_one_piece_is_an_error_with_the_remedy():
     with pytest.raises(RankFailure, match=r"compiled as one piece.*trainer.compile=false"):
         run_ranks(_train, 2, _Compiled, None, timeout=120)

@@ -48,6 +48,7 @@ def _verified_and_not():
     }
 
 
+@pytest.mark.slow
 def test_verified_steps_train_as_those_that_are_not():
     found = run_ranks(_verified_and_not, num_ranks=2)[0]  # the others have a part of the weights
     assert found == dict.fromkeys(found, True)
