@@ -475,7 +475,18 @@ def _like(sharded: Tensor, local: Tensor) -> DTensor:
 
 
 def _whole(sharded: Tensor, local: Tensor) -> Tensor:
-    """Return the tensor on the mesh's devices of which each rank has the elements `local`; collective."""
-    parts = _like(sharded, local)
-    whole: Tensor = parts.full_tensor()
-    return whole.clone() if parts.device_mesh.size() == 1 else whole
+    """Return the tensor on the mesh's devices of which each rank has the elements `local`; collective.
+
+    Not by `full_tensor`: gloo's two threads assign the name of a completed collective to the same string without a
+    lock, and the name of that one, ALLGATHER_COALESCED, is too long to be kept outside of the heap.
+    """
+    assert isinstance(sharded, DTensor)
+    mesh, group = sharded.device_mesh, sharded.device_mesh.get_group("shard")
+    rows, *others = sharded.shape
+    most = -(-rows // group.size())  # rows of a rank
+    padded = torch.zeros(most, *others, dtype=local.dtype, device=mesh.device_type)
+    padded[: len(local)] = local
+    gathered = padded.new_empty(group.size(), most, *others)
+    dist.all_gather(list(gathered), padded, group=group)
+    whole = gathered.flatten(0, 1)
+    return whole if len(whole) == rows else whole[:rows].clone()

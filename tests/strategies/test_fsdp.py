@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
@@ -417,6 +418,30 @@ def most_bytes_while_sharded() -> tuple[int, int]:
 def test_a_rank_holds_its_shards_and_one_parameter_at_a_time():
     for most, whole in run_ranks(most_bytes_while_sharded, 2):
         assert most < whole / 2 + 3 * whole / 16  # of 16 layers; the recording is small
+
+
+class Operations(TorchDispatchMode):
+    """Collects the namespaces of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.namespaces: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.namespaces.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
+def namespaces_of_a_run(folder: str) -> set[str]:
+    with Operations() as operations:
+        fit(FSDPStrategy(device="cpu", units=["Block"]), Language(), Path(folder), max_duration="1step")
+    return operations.namespaces
+
+
+def test_no_collective_has_a_name_that_gloo_keeps_in_the_heap(tmp_path):
+    # Functional all-gathers, as of full_tensor, are ALLGATHER_COALESCED to gloo: two threads free that string at once.
+    for namespaces in run_ranks(namespaces_of_a_run, 2, str(tmp_path)):
+        assert "c10d" in namespaces and "_c10d_functional" not in namespaces
 
 
 # ---- State
