@@ -1,6 +1,5 @@
 """Tasks of the zoo have the weights of one process under strategies with replicas, with accumulation and clipping."""
 
-import os
 import warnings
 from functools import partial
 
@@ -19,10 +18,6 @@ from tests.strategies.pipeline.zoo.comparison import largest_difference
 from trainkit.testing import run_ranks
 
 BOUND = 1e-9
-_IN_MAKE_ZOO = pytest.mark.skipif(
-    os.environ.get("TRAINKIT_ZOO") != "all",
-    reason="`make zoo` runs it: one rank of 40 runs was killed by SIGSEGV in a thread of gloo, for an unknown reason",
-)
 SIZES = (3, 3, 2, 3, 2)
 STRATEGIES = {
     "ddp": partial(DDPStrategy, device="cpu"),
@@ -90,9 +85,7 @@ def test_two_replicas_on_one_device_have_the_weights_of_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [kind if kind != "fsdp" else pytest.param(kind, marks=_IN_MAKE_ZOO) for kind in STRATEGIES]
-)
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_two_ranks_have_the_weights_of_one_process(kind):
     names = NAMES
     if kind == "fsdp":
