@@ -260,10 +260,10 @@ def test_models_of_transformers_have_the_values_of_their_constructor(name):
 @pytest.mark.filterwarnings("ignore")  # of the tasks' own constructors
 def test_tasks_of_the_zoo_have_the_values_of_their_constructor():
     pytest.importorskip("transformers")
-    from tests.strategies.pipeline.zoo.tasks import LIBRARY, TASKS
+    from tests.strategies.pipeline.zoo.tasks import EVERY_CASE, LIBRARY, TASKS
 
     refused, unequal = [], []
-    for name, build in (TASKS | LIBRARY).items():
+    for name, build in (TASKS | LIBRARY if EVERY_CASE else TASKS).items():
         expected, task = both(build)
         try:
             make_real(task)

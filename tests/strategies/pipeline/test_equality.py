@@ -256,7 +256,8 @@ def test_models_of_the_transformers_package_need_no_change(num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=in_make_zoo)])
+@in_make_zoo
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_recipe_has_the_weights_of_one_process_under_both_schedules(num_ranks):
     cases = [
         _case(recipe, schedule=schedule, num_steps=4, name=f"{name} {schedule}")
@@ -268,6 +269,7 @@ def test_every_recipe_has_the_weights_of_one_process_under_both_schedules(num_ra
 
 
 @pytest.mark.slow
+@in_make_zoo
 def test_models_of_the_transformers_package_agree_in_single_precision():
     pytest.importorskip("transformers", reason="needs transformers: pip install 'trainkit-torch[transformers]'")
     from tests.strategies.pipeline.library_models import LIBRARY

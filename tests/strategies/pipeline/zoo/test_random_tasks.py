@@ -52,7 +52,7 @@ def test_random_tasks_train_as_in_one_process(random_task):
 
 @pytest.mark.slow
 @_IGNORED
-@settings(max_examples=500 if tasks.EVERY_CASE else 75, **_SETTINGS)
+@settings(max_examples=500 if tasks.EVERY_CASE else 50, **_SETTINGS)
 @given(random_task=_random_tasks())
 def test_many_random_tasks_train_as_in_one_process(random_task):
     _assert_equal(random_task, num_steps=2)

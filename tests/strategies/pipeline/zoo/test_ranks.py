@@ -45,7 +45,6 @@ def _not_equal(num_ranks, names, *, may_be_small, **settings):
 CASES = [(num_ranks, schedule) for num_ranks in (2, 4) for schedule in ("1f1b", "gpipe", "interleaved_1f1b")]
 TURNS = [*CASES, *CASES[:3]]
 """Cases in the order in which they get tasks: those of two ranks, which cost half as much, get two in nine each."""
-LIBRARY_TURNS = [(2, "gpipe"), (2, "interleaved_1f1b")]
 ELSEWHERE = models.OWN | recipe_models.RECIPES | library_models.LIBRARY
 """Tasks that test_equality.py trains on ranks."""
 AT_ONCE = 12
@@ -53,12 +52,11 @@ AT_ONCE = 12
 
 
 def _shares():
-    """Return numbers of ranks, schedules and tasks: each task in one case, or in every one."""
+    """Return numbers of ranks, schedules and tasks: each task in one case, or all, the library's too, in every one."""
     if tasks.EVERY_CASE:
         return [(*case, names) for names in (tasks.EQUAL, *_pieces(tasks.OF_LIBRARY)) for case in CASES]
-    own, library = ([name for name in names if name not in ELSEWHERE] for names in (tasks.EQUAL, tasks.OF_LIBRARY))
-    shares = [(*case, [name for name, turn in zip(own, cycle(TURNS)) if turn == case]) for case in CASES]
-    return shares + [(*case, names) for names, case in zip(_pieces(library), cycle(LIBRARY_TURNS))]
+    names = [name for name in tasks.EQUAL if name not in ELSEWHERE]
+    return [(*case, [name for name, turn in zip(names, cycle(TURNS)) if turn == case]) for case in CASES]
 
 
 def _pieces(names):

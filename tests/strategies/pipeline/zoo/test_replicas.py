@@ -85,7 +85,7 @@ def test_two_replicas_on_one_device_have_the_weights_of_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("torch_ddp", marks=tasks.in_make_zoo), "fusion", "fsdp"])
 def test_two_ranks_have_the_weights_of_one_process(kind):
     names = NAMES
     if kind == "fsdp":
