@@ -89,7 +89,8 @@ BOTH = ("1f1b", "gpipe")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["gpipe"]), pytest.param(4, BOTH, marks=in_make_zoo)])
+@in_make_zoo
+@pytest.mark.parametrize(("num_ranks", "schedules"), [(2, ["gpipe"]), (4, BOTH)])
 def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(num_ranks, schedules):
     cases = [
         _case(model, schedule=schedule, name=f"{model.__name__} {schedule}")
@@ -101,7 +102,8 @@ def test_every_kind_of_task_has_the_weights_of_one_process_under_every_schedule(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=in_make_zoo)])
+@in_make_zoo
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_single_precision_agrees_as_far_as_it_goes(num_ranks):
     cases = [
         _case(model, schedule=schedule, name=f"{model.__name__} {schedule}", precision="fp32")
