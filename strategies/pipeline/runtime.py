@@ -14,10 +14,10 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
-from trainkit.tree import map_tensors
+from trainkit.tree import map_tensors, tensors_in
 
 from .communication import OutputBroadcast, PendingReceive, StageChannel
-from .graph import Signature, Step, signature, tensors
+from .graph import Signature, Step, signature
 from .mesh import PipelineErrors, PipelineMesh
 from .schedules import BACKWARD, FORWARD, Action, Span
 from .stage import StageGraph, Transfer
@@ -238,7 +238,7 @@ class StepRun:
         return map_tensors(batch, Tensor.clone if self.executor.writes_batch else lambda tensor: tensor)
 
     def _open_inputs(self, action: Action, stage_graph: StageGraph, batch: Any) -> tuple[dict[int, Tensor], Inputs]:
-        received = dict(enumerate(tensors(batch)))  # the first values are the batch's
+        received = dict(enumerate(tensors_in(batch)))  # the first values are the batch's
         inputs: Inputs = []
         for transfer, pending in self._pending.pop(action):
             tensor = pending.open(_description(action, transfer.source))
