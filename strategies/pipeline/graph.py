@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -335,6 +335,6 @@ def tensors(value: Any) -> list[Tensor]:
 Signature = tuple[tuple[tuple[int, ...], str], ...]
 
 
-def signature(value: Any) -> Signature:
-    """Return the shapes and types of the tensors in `value`: batches with equal ones have equal shapes in a step."""
-    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors(value))
+def signature(tensors: Iterable[Tensor]) -> Signature:
+    """Return the shapes and types of a batch's tensors: batches with equal ones have equal shapes in a step."""
+    return tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)

@@ -104,8 +104,7 @@ class PipelineRuntime:
     ) -> dict[int, Any]:
         # Torch's generator advances equally on all stages here; inside of the block each stage draws other numbers.
         seed = int(torch.randint(2**62, ()).item())
-        signatures = [signature(batch) for batch in batches]
-        run = StepRun(self._channel, executor, step, batches, signatures, seed, read_loss)
+        run = StepRun(self._channel, executor, step, batches, seed, read_loss)
         self.spans = []
         self._began = begin = perf_counter()
         with preserve_generators(self._device), executor.interceptor.installed():
@@ -147,13 +146,19 @@ class StepRun:
     executor: StageExecutor
     step: Step
     batches: Sequence[Any]
-    signatures: Sequence[Signature]
     seed: int
     read_loss: ReadLoss | None
+    tensors: list[list[Tensor]] = field(init=False)
+    """Tensors of each batch; they are the first values of its step."""
+    signatures: list[Signature] = field(init=False)
     returned: dict[int, Any] = field(default_factory=dict)
     _in_flight: dict[tuple[int, int], tuple[Inputs, dict[int, Tensor], Tensor | None]] = field(default_factory=dict)
     """Inputs, outputs and loss of each stage and micro-batch between its forward and its backward."""
     _pending: dict[Action, list[tuple[Transfer, PendingReceive]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tensors = [list(tensors_in(batch)) for batch in self.batches]
+        self.signatures = [signature(tensors) for tensors in self.tensors]
 
     def post(self, action: Action) -> bool:
         """Start receiving the inputs of an action once; return False if their shapes are unknown."""
@@ -204,14 +209,14 @@ class StepRun:
 
     def _forward(self, action: Action) -> float:
         stage_graph = self.executor.stage_graphs[action.stage]
-        batch = self._batch_of_stage(action.micro_batch)
+        batch, tensors = self._batch_of_stage(action.micro_batch)
         key = (stage_graph.index, self.signatures[action.micro_batch])
         is_new = key not in self.executor.shapes
         if is_new:
             self.executor.shapes[key] = self._receive_shapes(stage_graph, action)
         shapes = self.executor.shapes[key]
         self.post(action)
-        received, inputs = self._open_inputs(action, stage_graph, batch)
+        received, inputs = self._open_inputs(action, stage_graph, tensors)
         start = perf_counter()
         seed = (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
         returned, values = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
@@ -230,15 +235,21 @@ class StepRun:
             self._in_flight[action.stage, action.micro_batch] = inputs, outputs, loss
         return start
 
-    def _batch_of_stage(self, micro_batch: int) -> Any:
-        """Return the batch for one stage; the step may change it, which other stages on this rank must not see."""
+    def _batch_of_stage(self, micro_batch: int) -> tuple[Any, list[Tensor]]:
+        """Return the batch for one stage, and its tensors.
+
+        The step may change the batch, which other stages on this rank must not see.
+        """
         batch = self.batches[micro_batch]
         if not self.executor.shares_ranks:
-            return batch
-        return map_tensors(batch, Tensor.clone if self.executor.writes_batch else lambda tensor: tensor)
+            return batch, self.tensors[micro_batch]
+        own = map_tensors(batch, Tensor.clone if self.executor.writes_batch else lambda tensor: tensor)
+        return own, list(tensors_in(own))
 
-    def _open_inputs(self, action: Action, stage_graph: StageGraph, batch: Any) -> tuple[dict[int, Tensor], Inputs]:
-        received = dict(enumerate(tensors_in(batch)))  # the first values are the batch's
+    def _open_inputs(
+        self, action: Action, stage_graph: StageGraph, tensors: list[Tensor]
+    ) -> tuple[dict[int, Tensor], Inputs]:
+        received = dict(enumerate(tensors))
         inputs: Inputs = []
         for transfer, pending in self._pending.pop(action):
             tensor = pending.open(_description(action, transfer.source))

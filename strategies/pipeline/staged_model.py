@@ -16,7 +16,7 @@ from trainkit.errors import UserError, nearest
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.task import TaskModule
-from trainkit.tree import to_device
+from trainkit.tree import tensors_in, to_device
 
 from .attributes import StageAttributes
 from .graph import Signature, Step, TracedGraph, signature
@@ -116,7 +116,7 @@ class StagedModel:
 
         def planned() -> tuple[PartitionPlan, Signature]:
             on_host = batch if device.type == "cpu" else to_device(batch, torch.device("cpu"))
-            return self.make_plan(task, steps, on_host, device), signature(batch)
+            return self.make_plan(task, steps, on_host, device), signature(tensors_in(batch))
 
         self.plan, traced = _on_one_rank(task, planned, mesh, all_replicas=all_replicas)
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
@@ -145,7 +145,7 @@ class StagedModel:
 
         def traced() -> tuple[TracedGraph, Signature]:
             result = trace(task, step, batch, leaf_modules=leaf_modules, fake=fake, changed=changed)
-            return result.graph, signature(batch)
+            return result.graph, signature(tensors_in(batch))
 
         graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)

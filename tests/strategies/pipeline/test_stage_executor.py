@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainkit.strategies.pipeline.graph import signature
+from trainkit.strategies.pipeline.graph import signature, tensors
 from trainkit.strategies.pipeline.stage import stage_graphs
 from trainkit.strategies.pipeline.stage_executor import StageExecutor, TraceMismatchError
 
@@ -21,7 +21,7 @@ class _Chain:
         self.shapes = [value.shape for value in graph.values]
         self.stage_graphs = stage_graphs(graph, partition.bounds(len(graph.nodes)), list(range(num_stages)))
         self.executor = StageExecutor(
-            graph, task, self.stage_graphs, traced=signature(batch), device=torch.device("cpu")
+            graph, task, self.stage_graphs, traced=signature(tensors(batch)), device=torch.device("cpu")
         )
         self.values = {}
 

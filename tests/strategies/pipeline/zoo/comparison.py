@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from trainkit.strategies.pipeline.attributes import StageAttributes
 from trainkit.strategies.pipeline.communication import StageChannel
-from trainkit.strategies.pipeline.graph import signature
+from trainkit.strategies.pipeline.graph import signature, tensors
 from trainkit.strategies.pipeline.partition import Partition, candidates, crossing_bytes
 from trainkit.strategies.pipeline.runtime import StepRun
 from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
@@ -124,7 +124,9 @@ def _train_staged(task, steps, cuts, graph):
     attributes = StageAttributes(task, owners([(graph, Partition(tuple(cuts), ()))]), stages)
     device = torch.device("cpu")
     graphs = stage_graphs(graph, bounds, [0] * len(bounds))
-    executor = StageExecutor(graph, task, graphs, traced=signature(steps[0][0]), device=device, attributes=attributes)
+    executor = StageExecutor(
+        graph, task, graphs, traced=signature(tensors(steps[0][0])), device=device, attributes=attributes
+    )
     check = FirstStepCheck(task, graph.written | graph.replaced | graph.reset, named_state(task), ())
     optimizer, losses = _optimizer(task), []
 
@@ -133,9 +135,8 @@ def _train_staged(task, steps, cuts, graph):
         return _loss(returned)
 
     for number, batches in enumerate(steps):
-        signatures = [signature(batch) for batch in batches]
         channel = StageChannel(None, rank=0, device=device)
-        run = StepRun(channel, executor, task.training_step, batches, signatures, 0, read_loss)
+        run = StepRun(channel, executor, task.training_step, batches, 0, read_loss)
         numbers = range(len(batches))
         forwards = [Action(FORWARD, stage, micro_batch) for micro_batch in numbers for stage in stages]
         backwards = [Action(BACKWARD, stage, micro_batch) for micro_batch in numbers for stage in reversed(stages)]
