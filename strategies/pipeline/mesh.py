@@ -33,6 +33,7 @@ class PipelineMesh:
         self.stages, self.replicas = stages, replicas
         self.stage = self.replica = 0
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._created: list[dist.ProcessGroup] = []  # with this rank
         self.timeout = timedelta()
         """Longest wait of a collective for another rank."""
 
@@ -60,18 +61,25 @@ class PipelineMesh:
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         # Every rank creates every group, in the same order.
         stage_groups = [
-            dist.new_group([number * stages + other for other in range(stages)], backend="gloo", timeout=timeout)
+            self._new_group([number * stages + other for other in range(stages)], backend="gloo")
             for number in range(replicas)
         ]
         replica_groups = [
-            dist.new_group([number * stages + other for number in range(replicas)], timeout=timeout)
-            for other in range(stages)
+            self._new_group([number * stages + other for number in range(replicas)]) for other in range(stages)
         ]
         self._groups = stage_groups[self.replica], replica_groups[self.stage]
 
-    def leave(self) -> None:
-        """Forget the process groups."""
-        self._groups = None
+    def leave(self, *, destroy: bool = True) -> None:
+        """Leave the process groups, and end their threads; without `destroy` other ranks may still wait in them."""
+        created, self._created, self._groups = self._created, [], None
+        for group in created if destroy else ():
+            dist.destroy_process_group(group)
+
+    def _new_group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+        group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
+        if dist.get_rank() in ranks:
+            self._created.append(group)
+        return group
 
     def holder_groups(self, holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Return the group of each set of stages in this rank's replica. Collective over all ranks."""
@@ -79,7 +87,7 @@ class PipelineMesh:
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
-                group = dist.new_group([replica * self.stages + stage for stage in stages], timeout=self.timeout)
+                group = self._new_group([replica * self.stages + stage for stage in stages])
                 if replica == self.replica:
                     groups[stages] = group
         return groups

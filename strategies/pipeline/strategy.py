@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -185,7 +186,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self._gradients, self._begun = {}, None
         self.end_phases()
         self.staged_model.clear()
-        self.mesh.leave()
+        self.mesh.leave(destroy=sys.exc_info()[1] is None)
         super().teardown()
 
     # ---- Preparation

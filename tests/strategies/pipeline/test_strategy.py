@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import os
 import time
 
 import pytest
@@ -12,7 +14,7 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
 from tests.strategies.pipeline.simulation import short
-from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
+from tests.strategies.pipeline.training import Training, compare, largest_difference, make, step_batches
 from trainkit.errors import UserError
 from trainkit.testing import RankFailure, run_ranks
 
@@ -470,3 +472,19 @@ def test_micro_batches_fill_the_stages_unless_the_user_says_otherwise():
     assert str(PipelineStrategy(stages=2).plan(32)) == "global batch 32 = 1 rank x 4 micro-batches x 8 samples"
     assert PipelineStrategy(stages=4).plan(6).micro_batches == 6
     assert PipelineStrategy(stages=2, micro_batch_size=5).plan(32).micro_batches == 7
+
+
+def _threads_after_training(times):
+    """Return the number of threads of this process after each of several trainings in its process group."""
+    counts = []
+    for _ in range(times):
+        compare(Mlp, sizes=(2, 2), num_steps=1, replicas=2)
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_the_process_groups_of_a_pipeline_end_with_it():
+    for first, second, third in run_ranks(_threads_after_training, 4, 3):
+        assert first == second == third
