@@ -30,7 +30,7 @@ torture: $(READY) ## 200 kills of a training process, and as many of one that on
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py $(ARGS)
 
 zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: half an hour
-	TRAINKIT_ZOO=all $(PYTEST) tests/strategies/pipeline tests/model/test_deferred_init.py --durations=6 $(ARGS)
+	TRAINKIT_ZOO=all $(PYTEST) --dist load tests/strategies/pipeline tests/model/test_deferred_init.py --durations=6 $(ARGS)
 
 check: installed ## format, lint, types
 	$(BIN)/ruff format --check .
