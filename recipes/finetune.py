@@ -1,13 +1,12 @@
 """Fine-tuning of a causal language model of the transformers package, optionally with LoRA.
 
-`task.lora_rank=8` trains only low-rank adapters (LoRA, by the peft package).
+`task.lora.rank=8` trains only low-rank adapters (LoRA, by the peft package).
 
 Needs the extra `huggingface`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from trainkit.recipes.gpt import TokenFiles
 
-from trainkit.errors import UserError
 from trainkit.integrations.huggingface import HuggingFaceTask
 
 _SMALL: dict[str, Any] = {  # enough for a laptop
@@ -37,8 +35,8 @@ class FineTune(HuggingFaceTask):
         pretrained: Name or folder of pretrained weights; a name may be downloaded.
         config: Configuration of a model with random weights instead: `model_type` and its arguments. If `pretrained` is
             `None` too, a small GPT-2 of bytes.
-        lora_rank: Rank of the LoRA adapters; `None` trains the full model.
-        lora_alpha: Adapters are scaled by `lora_alpha / lora_rank`.
+        lora: LoRA adapters, which alone are trained: `rank`, `alpha`, `targets` and `dropout`, as in `HuggingFaceTask`;
+            a rank of `None` trains the full model.
         lr: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW, for matrices only.
         schedule: Learning-rate schedule after warm-up: `constant`, or `linear` or `cosine` to zero.
@@ -51,15 +49,12 @@ class FineTune(HuggingFaceTask):
         *,
         pretrained: str | None = None,
         config: Mapping[str, Any] | None = None,
-        lora_rank: int | None = None,
-        lora_alpha: int = 16,
+        lora: Mapping[str, Any] | None = None,
         lr: float = 3e-4,
         weight_decay: float = 0.01,
         schedule: str = "cosine",
         warmup: float = 0.05,
     ) -> None:
-        if lora_rank is not None and lora_rank < 1:
-            raise UserError(f"task.lora_rank must be at least 1, or null, got {lora_rank}.")
         super().__init__(
             auto_class="AutoModelForCausalLM",
             config=_SMALL if config is None and pretrained is None else config,
@@ -68,9 +63,8 @@ class FineTune(HuggingFaceTask):
             weight_decay=weight_decay,
             schedule=schedule,
             warmup=warmup,
+            lora=lora,
         )
-        if lora_rank is not None:
-            _add_adapters(self.model, rank=lora_rank, alpha=lora_alpha)
 
 
 class TokenRows(TokenFiles):
@@ -91,16 +85,3 @@ class _Rows(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens: Tensor = self.windows[index][:-1]  # at most as long as the model's context
         return {"input_ids": tokens, "labels": tokens}
-
-
-def _add_adapters(model: Any, *, rank: int, alpha: int) -> None:
-    """Add a LoRA adapter to every linear layer except the last, and freeze everything else."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError:
-        raise UserError(
-            "task.lora_rank needs 'peft', which is not installed; type: pip install 'trainkit-torch[huggingface]'"
-        ) from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the detected type of layer
-        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"), model)

@@ -71,6 +71,7 @@ def test_a_checkpoint_can_be_named(run_dir, tmp_path):
         (["checkpoint=RUN", "out=m.safetensors", "checkpont=best"], "Did you mean 'checkpoint'?"),
         (["checkpoint=RUN/step_9", "out=m.safetensors"], "has no checkpoint 'step_9'"),
         (["checkpoint=RUN", "out=FILE/m.safetensors"], "cannot be written"),
+        (["checkpoint=RUN", "out=model", "format=hugingface"], "Did you mean 'huggingface'?"),
     ],
 )
 def test_each_wrong_argument_is_one_message(run_dir, tmp_path, capsys, words, message):
@@ -155,3 +156,38 @@ def test_a_task_that_cannot_be_traced_is_reported_with_the_reason(tmp_path, monk
     assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
     assert main(["export", "run", "out=model.pt2", "--trust"]) == 2
     assert "Branching.predict_step cannot be traced as a program" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_peft(tmp_path, monkeypatch, capsys):
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    model = "{model_type: gpt2, n_layer: 1, n_head: 2, n_embd: 16, vocab_size: 257, n_positions: 32}"
+    tiny = [f"task.config={model}", "task.lora.rank=2", "data.max_bytes=20000", "data.context=16"]
+    tiny += ["trainer.max_duration=2step", "trainer.limit_validation_batches=1"]
+    assert main(["fit", "recipe=finetune", *tiny, "run_dir=run", "logger=[]"]) == 0
+    for name in ("huggingface", "peft"):
+        assert main(["export", "run", f"out={name}", f"format={name}"]) == 0
+    printed = capsys.readouterr().out
+    assert "model of step 2 in huggingface: config.json, generation_config.json, model.safetensors" in printed
+    assert "adapter of step 2 in peft: adapter_config.json, adapter_model.safetensors" in printed
+    assert main(["export", "run", "out=peft", "format=peft"]) == 2
+    assert "out=peft exists and is not an empty folder" in capsys.readouterr().err
+    weights = load_from(tmp_path / "run").payload["task"]
+    base = transformers.AutoModelForCausalLM.from_pretrained("huggingface")
+    frozen = {name.removeprefix("model.").replace(".base_layer", ""): tensor for name, tensor in weights.items()}
+    ids = torch.arange(6)[None]
+    merged = base.eval()(ids).logits
+    base.load_state_dict({name: tensor for name, tensor in frozen.items() if "lora_" not in name}, strict=False)
+    torch.testing.assert_close(peft.PeftModel.from_pretrained(base, "peft").eval()(ids).logits, merged)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_task_without_a_model_of_transformers_is_not_exported_for_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=1step"]
+    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    assert main(["export", "run", "out=model", "format=huggingface"]) == 2
+    assert "DigitsMLP has no method save_pretrained" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()

@@ -148,6 +148,10 @@ def test_the_learning_rate_warms_up_and_then_follows_its_schedule(schedule, expe
         ({"schedule": "liner"}, "linear"),
         ({"config": None, "pretrained": "no/such_folder"}, "could not be loaded"),
         ({"auto_class": "AutoModelForImageClassification"}, "does not make"),
+        ({"lora": {"rnk": 8}}, r"task\.lora\.rnk is unknown\. Did you mean 'rank'"),
+        ({"lora": {"alpha": 8}}, r"task\.lora has no rank; type task\.lora\.rank=8"),
+        ({"lora": {"rank": 0}}, r"task\.lora\.rank must be at least 1"),
+        ({"lora": {"rank": 2, "targets": ["no_layer"]}}, r"task\.lora\.targets=\['no_layer'\] cannot be used"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_rejected_with_a_hint(settings, message, monkeypatch):
@@ -168,6 +172,72 @@ def test_a_model_that_cannot_be_built_is_rejected_with_a_hint(settings, message,
 def test_settings_that_all_models_share_or_once_had_are_kept(config, expected):
     made = task(auto_class="AutoModel", config=config).model.config
     assert {name: getattr(made, name) for name in expected} == expected
+
+
+# ---- Models for transformers and peft
+
+
+def changed(made):
+    """Return the task with other values in its trained parameters, as after training."""
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return made.eval()
+
+
+IDS = torch.arange(6)[None]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+@pytest.mark.parametrize("lora", [None, {"rank": 2}, {"rank": 2, "targets": ["query", "c_attn"], "alpha": 4}])
+@pytest.mark.parametrize(
+    ("auto_class", "config"), [("AutoModelForCausalLM", GPT), ("AutoModelForSequenceClassification", BERT)]
+)
+def test_a_saved_model_is_loaded_by_transformers_and_computes_the_same(auto_class, config, lora, tmp_path):
+    import transformers
+
+    if lora is not None:
+        pytest.importorskip("peft")
+    made = changed(task(auto_class=auto_class, config=config, lora=lora))
+    before = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    made.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto_class).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, made.model(IDS).logits, rtol=0, atol=1e-5)
+    assert not [name for name in loaded.state_dict() if "lora" in name or "base_layer" in name]
+    after = made.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+def test_an_adapter_is_loaded_by_peft_with_the_trained_head(tmp_path):
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    auto_class = "AutoModelForSequenceClassification"
+    pretrained = task(auto_class=auto_class, config=BERT)
+    pretrained.save_pretrained(tmp_path / "pretrained")
+    settings = {"auto_class": auto_class, "config": None, "pretrained": str(tmp_path / "pretrained")}
+    made = task(**settings, lora={"rank": 2})
+    trained = {name for name, parameter in made.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name or "model.classifier" in name for name in trained)
+    assert any("model.classifier" in name for name in trained)
+    changed(made).save_pretrained(tmp_path / "adapter", adapter_only=True)
+    base = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "pretrained").eval()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(input_ids=IDS).logits, made.model(IDS).logits, rtol=0, atol=1e-5)
+    assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").task_type == "SEQ_CLS"
+    with pytest.raises(UserError, match=r"no adapter; train it with task\.lora\.rank=8"):
+        pretrained.save_pretrained(tmp_path / "none", adapter_only=True)
+
+
+def test_a_model_that_began_with_pretrained_weights_is_saved_with_their_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    task().save_pretrained(tmp_path / "pretrained")
+    tokenizer().save_pretrained(tmp_path / "pretrained")
+    task(config=None, pretrained=str(tmp_path / "pretrained")).save_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("word5")["input_ids"] == [5]
 
 
 # ---- With transformers' own collators and Trainer

@@ -26,7 +26,7 @@ def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_pa
     from peft.tuners.lora import LoraLayer
 
     torch.manual_seed(0)
-    task = FineTune(lora_rank=2, lr=1e-2)
+    task = FineTune(lora={"rank": 2}, lr=1e-2)
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
     trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
     assert trained and all("lora_" in name for name in trained)
@@ -49,5 +49,5 @@ def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_pa
 
 
 def test_a_rank_of_zero_is_rejected():
-    with pytest.raises(UserError, match=r"task\.lora_rank must be at least 1"):
-        FineTune(lora_rank=0)
+    with pytest.raises(UserError, match=r"task\.lora\.rank must be at least 1"):
+        FineTune(lora={"rank": 0})

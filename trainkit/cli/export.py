@@ -1,10 +1,12 @@
-"""`trainkit export`: weights of a checkpoint as safetensors, or its task as a torch.export program."""
+"""`trainkit export`: a checkpoint's weights as safetensors, its task as a program, or its model for transformers."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import torch
@@ -16,7 +18,7 @@ from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.compose import Settings
 from trainkit.cli.main import Arguments
-from trainkit.cli.run_commands import assemble, checkpoint_path, settings_of_run, whole_file
+from trainkit.cli.run_commands import RunComponents, assemble, checkpoint_path, settings_of_run, whole_file
 from trainkit.data.data import Data
 from trainkit.data.loader import open_loader
 from trainkit.errors import UserError, nearest
@@ -25,7 +27,8 @@ from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
 _EXAMPLE = "trainkit export checkpoint=runs/digits/2026-01-31_12-00-00 out=model.safetensors"
-_KEYS = ("checkpoint", "out")
+_KEYS = ("checkpoint", "out", "format")
+_FORMATS = ("safetensors", "torch_export", "huggingface", "peft")
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,20 +52,29 @@ _STAGES = ("predict", "test", "validation", "train")
 
 
 def export(arguments: Arguments) -> int:
-    """Write a checkpoint's weights to a `.safetensors` file, or the task as a program to a `.pt2` file."""
+    """Write a checkpoint's weights to a `.safetensors` file, a program to a `.pt2` file, or a model to a folder."""
     typed = arguments.take("out")
     if not typed:
         raise UserError(f"export needs a checkpoint and an output file. Type {_EXAMPLE}")
     out = Path(typed)
+    name = arguments.take("format") or ("torch_export" if out.suffix == ".pt2" else "safetensors")
+    if name not in _FORMATS:
+        raise UserError(f"format={name} is unknown.{nearest(name, _FORMATS)} Valid: {', '.join(_FORMATS)}.")
     path = checkpoint_path(arguments)
-    if out.suffix == ".pt2":
+    if name in {"huggingface", "peft"}:
+        print(export_model(settings_of_run(arguments, path), path, out, adapter_only=name == "peft"))
+        return 0
+    if name == "torch_export":
         print(export_program(settings_of_run(arguments, path), path, out))
         return 0
     if arguments.overrides:
         key = arguments.overrides[0].partition("=")[0]
         raise UserError(f"export does not take {key!r}.{nearest(key, _KEYS)} Type {_EXAMPLE}")
     if out.suffix != ".safetensors":
-        raise UserError(f"out={out} must end in .safetensors for the weights, or in .pt2 for a program.")
+        raise UserError(
+            f"out={out} must end in .safetensors for the weights, or in .pt2 for a program; a folder for transformers "
+            "is written with format=huggingface, and one for peft with format=peft."
+        )
     print(export_weights(path, out))
     return 0
 
@@ -127,16 +139,22 @@ def export_program(settings: Settings, path: Path, out: Path) -> str:
         program = torch.export.load("model.pt2").module()
         predictions = program(batch)
     """
-    run = assemble(settings, run_dir=None, loggers=False)
-    loaded = load_from(path)
-    make_real(run.task)
-    run.task.load_state_dict(in_memory(saved_weights(loaded.payload, str(path))))
+    run, step = _trained(settings, path)
     batch, num_samples = _first_batch(run.data)
     program = _traced(run.task, batch, num_samples)
     with whole_file(out) as part, open(part, "wb") as file:
         torch.export.save(program, file)
     name = type(run.task).__name__
-    return f"{name}.predict_step of step {loaded.entry.step} in {out}; torch.export.load('{out}').module() runs it"
+    return f"{name}.predict_step of step {step} in {out}; torch.export.load('{out}').module() runs it"
+
+
+def _trained(settings: Settings, path: Path) -> tuple[RunComponents, int]:
+    """Return the objects of a run, its task with the weights of a checkpoint, and the checkpoint's step."""
+    run = assemble(settings, run_dir=None, loggers=False)
+    loaded = load_from(path)
+    make_real(run.task)
+    run.task.load_state_dict(in_memory(saved_weights(loaded.payload, str(path))))
+    return run, loaded.entry.step
 
 
 class _Predicting(nn.Module):
@@ -176,3 +194,28 @@ def _traced(task: TaskModule, batch: Any, num_samples: int) -> torch.export.Expo
             f"{type(task).__name__}.predict_step cannot be traced as a program: {type(error).__name__}: {first} "
             "Remove branches on the values of tensors, or export the weights alone: out=model.safetensors."
         ) from error
+
+
+# ---- Models of the transformers package
+
+
+def export_model(settings: Settings, path: Path, out: Path, *, adapter_only: bool) -> str:
+    """Write the model of a checkpoint to the folder `out`, as the task's `save_pretrained` does; return a summary."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"out={out} exists and is not an empty folder; type another name.")
+    run, step = _trained(settings, path)
+    if not hasattr(run.task, "save_pretrained"):
+        raise UserError(
+            f"{type(run.task).__name__} has no method save_pretrained(folder, *, adapter_only); tasks of "
+            "trainkit.integrations.huggingface have one. Type out=model.safetensors for the weights of any task."
+        )
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as made:
+            part = Path(made, "model")
+            run.task.save_pretrained(part, adapter_only=adapter_only)
+            os.replace(part, out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
+    what = "adapter" if adapter_only else "model"
+    return f"{what} of step {step} in {out}: {', '.join(sorted(file.name for file in out.iterdir()))}"

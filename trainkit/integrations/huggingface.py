@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +23,19 @@ from trainkit.task import OptimizerSpec, TaskModule
 IGNORED_LABEL = -100
 """The label that transformers' losses ignore."""
 _SCHEDULES = ("constant", "linear", "cosine")
+_LORA = {"rank": None, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "modules_to_save": None}
+"""Settings of LoRA adapters, with their defaults."""
+_HEADS = ("classifier", "score", "qa_outputs")
+"""Names of heads that are new for each data, and so are trained as a whole beside adapters."""
+_TASK_TYPES = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+"""What peft calls the task of a class of models, by the end of its name."""
 
 
 class HuggingFaceTask(TaskModule):
@@ -41,6 +58,10 @@ class HuggingFaceTask(TaskModule):
         weight_decay: Of AdamW, for matrices; biases and norms have none.
         schedule: How the learning rate goes on: `constant`, `linear` or `cosine`, both down to 0.
         warmup: Part of all steps over which the learning rate rises.
+        lora: LoRA adapters (Hu et al., 2021, by the peft package), which alone are trained: `rank`, `alpha` (16; their
+            output is scaled by `alpha / rank`), `targets` (names of layers, or `all-linear`, which is every linear
+            layer except the last), `dropout` (0) and `modules_to_save` (names of modules that are trained as a whole;
+            by default the heads of classifiers). `None`, or a rank of `None`, trains the whole model.
 
     """
 
@@ -54,6 +75,7 @@ class HuggingFaceTask(TaskModule):
         weight_decay: float = 0.01,
         schedule: str = "linear",
         warmup: float = 0.0,
+        lora: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if (config is None) == (pretrained is None):
@@ -62,11 +84,14 @@ class HuggingFaceTask(TaskModule):
             raise UserError(f"task.schedule={schedule!r} is unknown.{nearest(schedule, _SCHEDULES)}")
         if not 0 <= warmup < 1:
             raise UserError(f"task.warmup is a part of all steps, from 0 to below 1, got {warmup}.")
+        adapters = _lora_settings(lora)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.schedule = schedule
         self.warmup = warmup
         self.model = make_model(auto_class, config=config, pretrained=pretrained)
+        if adapters["rank"] is not None:
+            _add_adapters(self.model, **adapters)
         self._columns = set(inspect.signature(self.model.forward).parameters)
         self._shifts_labels = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -109,6 +134,24 @@ class HuggingFaceTask(TaskModule):
             )
         return optimizer, LambdaLR(optimizer, LearningRateCurve(self.schedule, self.warmup, total_steps))
 
+    def save_pretrained(self, folder: str | Path, *, adapter_only: bool = False) -> None:
+        """Write the model for transformers' `from_pretrained`: its config, its weights as safetensors, its tokenizer.
+
+        LoRA adapters are merged into the weights. With `adapter_only` they are written alone, in the format of peft.
+        The tokenizer is that of the pretrained weights, if the model began with some.
+        """
+        has_adapters = _has_adapters(self.model)
+        if adapter_only and not has_adapters:
+            raise UserError("the model has no adapter; train it with task.lora.rank=8, or export the whole model.")
+        model = _merged(self.model) if has_adapters and not adapter_only else self.model
+        model.save_pretrained(folder)
+        source = self.model.config.name_or_path
+        if source:
+            from transformers import AutoTokenizer
+
+            with suppress(OSError, ValueError):  # it has none
+                AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
     def _measured(self, output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
         if getattr(output, "loss", None) is None:
             raise UserError(
@@ -140,6 +183,75 @@ class LearningRateCurve:
         if self._schedule == "linear":
             return 1.0 - done
         return 1.0 if self._schedule == "constant" else 0.5 * (1.0 + float(torch.cos(torch.tensor(done * torch.pi))))
+
+
+def _lora_settings(lora: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name in lora or {}:
+        if name not in _LORA:
+            raise UserError(f"task.lora.{name} is unknown.{nearest(name, list(_LORA))}")
+    settings = {**_LORA, **(lora or {})}
+    rank = settings["rank"]
+    if rank is None and any(settings[name] != default for name, default in _LORA.items()):
+        raise UserError(
+            f"task.lora has no rank; type task.lora.rank=8, or no task.lora at all. It is {dict(lora or {})}."
+        )
+    if rank is not None and (not isinstance(rank, int) or rank < 1):
+        raise UserError(f"task.lora.rank must be at least 1, or null, got {rank}.")
+    return settings
+
+
+def _add_adapters(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str],
+    dropout: float,
+    modules_to_save: Sequence[str] | None,
+) -> None:
+    """Add LoRA adapters to a model, and freeze everything else."""
+    try:
+        from peft import LoraConfig
+    except ModuleNotFoundError:
+        raise UserError(
+            "task.lora needs 'peft', which is not installed; type: pip install 'trainkit-torch[huggingface]'"
+        ) from None
+    if modules_to_save is None:
+        modules_to_save = [name for name, _ in model.named_children() if name in _HEADS]
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=list(modules_to_save) or None,
+        task_type=next((kind for end, kind in _TASK_TYPES.items() if type(model).__name__.endswith(end)), None),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the detected type of layer
+        try:
+            model.add_adapter(config)
+        except ValueError as error:  # no layer has such a name
+            raise UserError(f"task.lora.targets={targets} cannot be used: {error}") from error
+
+
+def _has_adapters(model: Any) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _merged(model: Any) -> Any:
+    """Return a copy of a model whose weights contain what its adapters add."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    merged = copy.deepcopy(model)
+    for name, module in list(merged.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            merged.set_submodule(name, module.get_base_layer())
+        elif isinstance(module, ModulesToSaveWrapper):
+            merged.set_submodule(name, module.modules_to_save[module.active_adapter])
+    merged._hf_peft_config_loaded = False  # so that the whole model is saved
+    return merged
 
 
 def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained: str | None) -> Any:
