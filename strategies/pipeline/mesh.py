@@ -76,7 +76,7 @@ class PipelineMesh:
             dist.destroy_process_group(group)
 
     def _new_group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-        group = dist.new_group(ranks, backend=backend, timeout=self.timeout)
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self.timeout)
         if dist.get_rank() in ranks:
             self._created.append(group)
         return group
