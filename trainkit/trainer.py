@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -228,6 +229,8 @@ class Trainer:
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
+            if result.exit_reason == "SIGINT" and hasattr(builtins, "__IPYTHON__"):  # which warns of SystemExit
+                raise _interrupted(result)
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.prints_run_dir and self.strategy.comm.is_main:
             say(f"run folder: {result.run_dir}{' (see report.html)' if self.report else ''}")
@@ -377,6 +380,20 @@ def _checked(path: str | Path | None) -> Path | None:
 
     resolve(path)
     return Path(path)
+
+
+def _interrupted(result: FitResult) -> KeyboardInterrupt:
+    """Return the exception of an interrupted cell of a notebook, which shows nothing but its message."""
+    from trainkit.checkpoint.store import resolve
+
+    then = f"To continue: Trainer(...).fit(task, data, resume={str(result.run_dir)!r})"
+    try:
+        resolve(result.run_dir or "")
+    except UserError:
+        then = "Nothing is saved without the callback Checkpoint."
+    error = KeyboardInterrupt(f"interrupted after step {result.steps:,}. {then}")
+    error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # type: ignore[attr-defined] # IPython calls it
+    return error
 
 
 def _run_dir_of(checkpoint: Path | None) -> Path | None:

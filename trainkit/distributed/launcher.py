@@ -85,6 +85,7 @@ class Outcome:
     pid: int
     value: Any = None
     failure: str | None = None  # the traceback, or how the process died
+    brief: str = ""  # the traceback from the first call of the user's code on
     seconds: float = 0.0  # from the start to the end, or to the failure
     error: BaseException | None = None  # None if it cannot be pickled
     is_consequence: bool = False  # of another rank's failure
@@ -154,7 +155,12 @@ def _pickle(call: object) -> bytes:
         )
     try:
         # As bytes: multiprocessing would share the memory of tensors, and all ranks would train the same weights.
-        return pickle.dumps(call)
+        if hasattr(sys.modules["__main__"], "__file__"):
+            return pickle.dumps(call)
+        import cloudpickle  # the classes of a notebook are in no file that a rank could import: it sends them too
+
+        content: bytes = cloudpickle.dumps(call)
+        return content
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise unpicklable(error) from error
 
@@ -315,6 +321,8 @@ def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], n
     cause = RankTraceback(f"rank {first.rank}: {first.failure}")
     if first.error is None:
         raise RankFailure(f"rank {first.rank} failed") from cause
+    with suppress(AttributeError):  # IPython shows this instead of the calls of this process
+        first.error._render_traceback_ = lambda: [f"rank {first.rank}: {first.brief}"]  # type: ignore[attr-defined]
     raise first.error from cause
 
 
@@ -369,6 +377,7 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
         rank,
         os.getpid(),
         failure="".join(traceback.format_exception(error)),
+        brief=_of_the_user(error),
         seconds=time.monotonic(),
         error=error,
         is_consequence=is_consequence(error),
@@ -378,6 +387,14 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
     except Exception:
         outcome = replace(outcome, error=None)
     return pickle.dumps(outcome)
+
+
+def _of_the_user(error: BaseException) -> str:
+    """Return the traceback of an error without the calls of trainkit that come first."""
+    calls = error.__traceback__
+    while calls is not None and str(calls.tb_frame.f_globals.get("__name__")).startswith("trainkit."):
+        calls = calls.tb_next
+    return "".join(traceback.format_exception(type(error), error, calls, chain=False))
 
 
 def _run_rank(payload: bytes, environment: RankEnvironment) -> Any:

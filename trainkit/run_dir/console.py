@@ -80,7 +80,8 @@ def plain(table: Table) -> str:
     from rich.console import Console
 
     text = StringIO()
-    Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False).print(_drawn(table))
+    console = Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False, force_jupyter=False)
+    console.print(_drawn(table))
     return "\n".join([printable(table.title), *(line.rstrip() for line in text.getvalue().splitlines())])
 
 

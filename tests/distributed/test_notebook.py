@@ -1,0 +1,95 @@
+"""Ranks get the classes of a notebook; a failure and an interrupt of a cell are short messages."""
+
+import re
+import textwrap
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+DEFINITIONS = """
+import os, signal, torch
+from torch.utils.data import Dataset
+from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
+
+class Points(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        x = torch.tensor([index / 32.0])
+        return x, 3 * x
+
+class Line(TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Linear(1, 1)
+    def training_step(self, batch):
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class Interrupt(Callback):
+    pid = os.getpid()
+    def on_step_end(self, run):
+        if run.is_main and run.state.step == 5:
+            os.kill(self.pid, signal.SIGINT)
+
+class Fails(Line):
+    def training_step(self, batch):
+        raise ValueError("a fault of the step")
+
+def fit(strategy, task, *, resume=None, **settings):
+    data = Data(train=Points(), batch_size=8)
+    return Trainer(strategy, precision="fp64", loggers=[], **settings).fit(task, data, resume=resume)
+
+LONG = "100000step"
+
+def ranks():
+    return DDPStrategy(devices=2, device="cpu")
+"""
+CELLS = {
+    "definitions": DEFINITIONS,
+    "fit": """
+        tasks = [Line(), Line()]
+        for task, strategy in zip(tasks, (ranks(), "single")):
+            fit(strategy, task, max_duration="3epoch")
+        float((tasks[0].net.weight - tasks[1].net.weight).abs()) < 1e-9
+    """,
+    "failure": 'fit(ranks(), Fails(), max_duration="3epoch")',
+    "interrupt": 'fit(ranks(), Line(), max_duration=LONG, run_dir="run", callbacks=[Checkpoint(), Interrupt()])',
+    "interrupt without checkpoints": "fit(ranks(), Line(), max_duration=LONG, callbacks=[Interrupt()])",
+    "resume": """
+        from trainkit.checkpoint.store import load_from
+        step = load_from("run").entry.step
+        fit(ranks(), Line(), max_duration=f"{step + 4}step", resume="run", callbacks=[]).steps - step
+    """,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of the kernel's client
+def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path):
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(source)) for source in CELLS.values()]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=200, allow_errors=True, resources=resources).execute()
+    outputs = {name: cell.outputs for name, cell in zip(CELLS, notebook.cells, strict=True)}
+    results = {name: [o.data["text/plain"] for o in each if "data" in o] for name, each in outputs.items()}
+    errors = {name: [o.traceback for o in each if o.output_type == "error"] for name, each in outputs.items()}
+    assert errors["definitions"] == errors["fit"] == errors["resume"] == [], errors
+    assert (results["fit"], results["resume"]) == (["True"], ["4"])
+    ((failure,),) = errors["failure"]
+    assert failure.startswith("rank ") and "ValueError: a fault of the step" in failure
+    assert len(failure.splitlines()) == 3  # its title, the line of the cell, the message
+    ((interrupt,),) = errors["interrupt"]
+    step = re.search(r"after step ([\d,]+)", interrupt)[1]
+    continued = "To continue: Trainer(...).fit(task, data, resume='run')"
+    assert interrupt == f"KeyboardInterrupt: interrupted after step {step}. {continued}"
+    ((unsaved,),) = errors["interrupt without checkpoints"]
+    assert unsaved.endswith("Nothing is saved without the callback Checkpoint.")
+    printed = "".join(output.get("text", "") for output in outputs["fit"])
+    assert "step 12/12  epoch 3/3" in printed and "\x1b" not in printed
