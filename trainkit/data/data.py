@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from trainkit.data.readers import Collate
+from trainkit.data.shards import num_shards_of
 from trainkit.errors import UserError
 
 STAGES = ("train", "validation", "test", "predict")
@@ -75,7 +76,9 @@ class Data:
 
     The order of samples is a pure function of `seed` (the trainer's, unless given here) and the epoch. An
     `IterableDataset` is read in its own order, with at most one worker: of each global batch, rank r of W keeps every
-    W-th sample, so each rank reads the whole dataset.
+    W-th sample, so each rank reads the whole dataset. One with `num_shards` and `shard(num_shards, index)`, as
+    `trainkit.Files` and those of Hugging Face datasets, is read one sample of each shard in turn, by ranks and workers
+    that divide the shards. The items of `DataLoader(dataset, batch_size=None)` are global batches.
 
     A map-style dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`. The seed
     follows from the run's seed, the epoch and the index alone, so random augmentation that draws from it is the same
@@ -172,7 +175,7 @@ class Data:
     def _stage_data(self, stage: str, dataset: Any) -> StageData:
         is_train = stage == "train"
         source: Data | DataLoader[Any] = self
-        shuffle, drop_last, sampler, size = self.shuffle, self.drop_last, None, None
+        shuffle, drop_last, sampler, size, is_pre_batched = self.shuffle, self.drop_last, None, None, False
         if isinstance(dataset, DataLoader):
             source, dataset = dataset, dataset.dataset
             is_iterable = isinstance(dataset, IterableDataset)
@@ -180,10 +183,12 @@ class Data:
             shuffle = isinstance(sampling.sampler, RandomSampler | DistributedSampler)
             sampler = None if is_iterable else _custom_sampler(stage, sampling.sampler)
             drop_last, size = sampling.drop_last, sampling.batch_size
+            is_pre_batched = size is None
+            self._check_pre_batched(stage, is_pre_batched=is_pre_batched)
         stage_data = StageData(
             stage,
             dataset,
-            batch_size=self._batch_size(stage, size),
+            batch_size=None if is_pre_batched else self._batch_size(stage, size),
             collate_fn=source.collate_fn or default_collate,
             num_workers=source.num_workers,
             shuffle=shuffle and is_train,
@@ -194,8 +199,17 @@ class Data:
             lengths=self.lengths if is_train else None,
             sample_weights=self._weights_of(dataset) if is_train else None,
         )
-        _check(stage_data)
+        _check(stage_data, is_pre_batched=is_pre_batched)
         return stage_data
+
+    def _check_pre_batched(self, stage: str, *, is_pre_batched: bool) -> None:
+        """Raise UserError if the items of a loader are global batches, and `batch_size` takes them for samples."""
+        if is_pre_batched and stage == "train" and self.batch_size is not None:
+            raise UserError(
+                "the train DataLoader has batch_size=None, so its items are global batches, but Data has "
+                f"batch_size={self.batch_size}; omit Data(batch_size=...), or, if the items are single samples, pass "
+                "the dataset itself: Data(train=loader.dataset, batch_size=...)."
+            )
 
     def _weights_of(self, dataset: Any) -> Tensor | None:
         if self.balance_classes is False:
@@ -245,7 +259,7 @@ def _check_names(stage: str, datasets: dict[Any, Any]) -> None:
             raise UserError(f"the {stage} dataset {name!r} needs a name for its metrics: {stage}/<name>/loss.")
 
 
-def _check(data: StageData) -> None:
+def _check(data: StageData, *, is_pre_batched: bool) -> None:
     stage, size, length = data.stage, data.batch_size, data.num_items
     if data.lengths is not None and (data.is_iterable or size is None or data.sampler is not None):
         raise UserError(
@@ -266,13 +280,18 @@ def _check(data: StageData) -> None:
             "less."
         )
     if data.is_iterable:
-        if data.num_workers > 1:
+        if data.num_workers > 1 and (size is None or num_shards_of(data.dataset) is None):
+            whole = "of global batches (batch_size=None)" if size is None else "without several shards"
             raise UserError(
-                f"the {stage} data is an IterableDataset with num_workers={data.num_workers}: several workers would "
-                "repeat it or change its order. Set num_workers=1 or 0."
+                f"the {stage} data is an IterableDataset {whole} with num_workers={data.num_workers}: several workers "
+                "would repeat it or change its order. Set num_workers=1 or 0"
+                + (", or define num_shards and shard(num_shards, index)." if size is not None else ".")
             )
-        if size is None:
-            raise UserError(f"the {stage} data is an IterableDataset of samples; set batch_size.")
+        if size is None and not is_pre_batched:
+            raise UserError(
+                f"the {stage} data is an IterableDataset of samples; set batch_size. If its items are global batches, "
+                f"pass Data({stage}=DataLoader(dataset, batch_size=None))."
+            )
         return
     if length is None:
         raise UserError(

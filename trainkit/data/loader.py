@@ -6,7 +6,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import chain, count, islice
 from typing import Any
@@ -35,6 +35,7 @@ from trainkit.data.readers import (
     make_reader,
     request_seed,
 )
+from trainkit.data.shards import ShardedStream, can_seek, num_readers, num_shards_of, read_shards
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.rng import preserve_rng
@@ -56,6 +57,10 @@ def open_loader(
     kind: type[BatchLoader] = MapBatchLoader
     if stage_data.is_iterable:
         kind = IterableBatchLoader
+        if stage_data.batch_size is None:
+            kind = PreBatchedIterableLoader
+        elif num_shards_of(stage_data.dataset) is not None:
+            kind = ShardedBatchLoader
     elif stage_data.batch_size is None:
         kind = PreBatchedLoader
     return kind(stage_data, strategy, seed=seed, limit=limit, repeat_first=repeat_first)
@@ -275,11 +280,10 @@ class PreBatchedLoader(BatchLoader):
     def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
         super().__init__(stage_data, strategy, **settings)
         self.order: Order = make_order(stage_data, seed=self.seed)
-        self._strategy = strategy
+        self._rows = RowSplitter(strategy)
         self._get_sample = get_sample_of(stage_data.dataset)
         self._convert = None if stage_data.collate_fn is default_collate else stage_data.collate_fn
         self._is_default_convert = self._convert is default_convert
-        self._undivided = self.world_size == 1 and strategy.num_micro_batches == 1
         self.epoch_length = min(self.order.num_samples, self.limit or self.order.num_samples)
 
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
@@ -288,17 +292,10 @@ class PreBatchedLoader(BatchLoader):
         indices = self.order.slice(epoch, position, self.epoch_length).tolist()
         for offset, index in enumerate(indices, start=position + 1):
             batch = self._item(index, epoch)
-            count = num_rows(batch)
-            mine = [MicroBatch(batch, count)] if self._undivided else self._split(batch, count, first=self.rank)
-            yield StepBatch(mine, count, 1, offset == self.epoch_length)
+            yield self._rows.step_batch(batch, ends_epoch=offset == self.epoch_length)
 
     def batches(self) -> Iterator[MicroBatch]:
-        position = 0
-        for index in range(self.epoch_length):
-            batch = self._item(index, 0)
-            count = num_rows(batch)
-            yield from self._split(batch, count, first=(self.rank - position) % self.world_size)
-            position += count
+        yield from self._rows.batches(self._item(index, 0) for index in range(self.epoch_length))
 
     def _item(self, index: int, epoch: int) -> Any:
         if self._get_sample is None:
@@ -311,9 +308,32 @@ class PreBatchedLoader(BatchLoader):
             return item  # the conversion would return an equal list
         return self._convert(item)
 
+
+class RowSplitter:
+    """Splits global batches by rows over ranks and micro-batches."""
+
+    def __init__(self, strategy: ShardsData) -> None:
+        self._strategy = strategy
+        self._rank, self._world_size = strategy.comm.rank, strategy.comm.world_size
+        self._undivided = self._world_size == 1 and strategy.num_micro_batches == 1
+
+    def step_batch(self, batch: Any, *, ends_epoch: bool) -> StepBatch:
+        """Return this rank's rows of a training batch."""
+        count = num_rows(batch)
+        mine = [MicroBatch(batch, count)] if self._undivided else self._split(batch, count, first=self._rank)
+        return StepBatch(mine, count, 1, ends_epoch)
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[MicroBatch]:
+        """Yield this rank's rows of an evaluation: r, r + W, ... over all batches."""
+        position = 0
+        for batch in batches:
+            count = num_rows(batch)
+            yield from self._split(batch, count, first=(self._rank - position) % self._world_size)
+            position += count
+
     def _split(self, batch: Any, count: int, *, first: int) -> list[MicroBatch]:
-        mine = rows(batch, slice(first, None, self.world_size), of=count)
-        num_mine = len(range(first, count, self.world_size))
+        mine = rows(batch, slice(first, None, self._world_size), of=count)
+        num_mine = len(range(first, count, self._world_size))
         size = self._strategy.plan(count, even=False).micro_batch_size
         return [
             MicroBatch(rows(mine, slice(start, start + size), of=num_mine), min(size, num_mine - start))
@@ -339,24 +359,23 @@ class IterableBatchLoader(BatchLoader):
         self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
         samples = self._from(epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
-        following = self._take(samples, position)
-        while following:
-            step_batch, state = following, self._state_after(samples)
-            position += len(step_batch)
+        following, num_following = self._take(samples, position)
+        while num_following:
+            mine, num_items, state = following, num_following, self._state_after(samples)
+            position += num_items
             if steps_left is not None:
                 steps_left -= 1
             # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
-            following = [] if steps_left == 0 else self._take(samples, position)
+            following, num_following = ([], 0) if steps_left == 0 else self._take(samples, position)
             self._remember(position, state)
-            if not following and steps_left != 0 and self._continues_over_epochs:
+            if not num_following and steps_left != 0 and self._continues_over_epochs:
                 self._remember(0, self._state_after(samples))  # the end, from which the next epoch continues
-            mine = self._micro_batches(step_batch[self.rank :: self.world_size])
-            yield StepBatch(mine, len(step_batch), len(step_batch), not following)
+            yield self._step_batch(mine, num_items, ends_epoch=not num_following)
 
     def batches(self) -> Iterator[MicroBatch]:
         samples = self._samples(0, 0)
         for number in range(self.limit) if self.limit is not None else count():
-            step_batch = self._take(samples, number)
+            step_batch = self._read(samples, number)
             if not step_batch:
                 return
             first = (self.rank - number * self._step_items) % self.world_size
@@ -371,7 +390,7 @@ class IterableBatchLoader(BatchLoader):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._restored = saved
 
-    def _state_after(self, samples: Iterator[Any]) -> dict[str, Any]:
+    def _state_after(self, samples: Any) -> dict[str, Any]:
         """Return the state of the dataset after the samples that were read, for a checkpoint."""
         if isinstance(samples, WorkerIterator):
             return {} if samples.position is None else samples.position._asdict()
@@ -384,8 +403,8 @@ class IterableBatchLoader(BatchLoader):
             for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
                 del self._states[old]
 
-    def _from(self, epoch: int, position: int) -> Iterator[Any]:
-        """Return the samples from `position` on, by the dataset's saved state or by reading and skipping."""
+    def _from(self, epoch: int, position: int) -> Any:
+        """Return an iterator over the samples from `position` on, by a saved state or by reading and skipping."""
         dataset = self.stage_data.dataset
         restored, self._restored = self._restored, {}
         has_state = self._keeps_position and restored.get("position") == position
@@ -408,10 +427,14 @@ class IterableBatchLoader(BatchLoader):
             else:
                 reason = "has no state_dict and load_state_dict"
             random = "" if self.stage_data.num_workers else "; random numbers that it draws are not restored"
-            again = f"its first {position} samples are read again and skipped{random}."
-            logger.warning("the iterable training dataset %s: %s", reason, again)
+            self._warn_of_skipping(reason, position, random)
             deque(islice(samples, position), maxlen=0)
         return samples
+
+    def _warn_of_skipping(self, reason: str, position: int, random: str = "") -> None:
+        what = "samples" if self.stage_data.batch_size else "batches"
+        again = f"its first {position} {what} are read again and skipped{random}."
+        logger.warning("the iterable training dataset %s: %s", reason, again)
 
     def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
         """Return the samples from a saved state; the dataset here stays unchanged if a worker reads."""
@@ -432,19 +455,135 @@ class IterableBatchLoader(BatchLoader):
         every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
         return WorkerIterator(stage_data.dataset, seed=seed, every=every, generator_state=generator_state)
 
-    def _take(self, samples: Iterator[Any], taken: int) -> list[Any]:
-        """Return the samples of the next global batch, after `taken` ones; raises UserError if the dataset is empty."""
+    def _take(self, samples: Any, taken: int) -> tuple[list[Any], int]:
+        """Return this rank's samples of the next global batch, after `taken` ones, and how many are in all of it."""
+        step_batch = self._read(samples, taken)
+        return step_batch[self.rank :: self.world_size], len(step_batch)
+
+    def _read(self, samples: Iterator[Any], taken: int) -> list[Any]:
+        """Return the samples of the next global batch; raises UserError if the dataset is empty."""
         step_batch = list(islice(samples, self._step_items))
-        if not step_batch and taken == 0:
+        self._check_not_empty(taken + len(step_batch))
+        return [] if self.stage_data.drop_last and len(step_batch) < self._step_items else step_batch
+
+    def _check_not_empty(self, num_samples: int) -> None:
+        if num_samples == 0:
             raise UserError(
                 f"the {self.stage_data.stage} IterableDataset gave no sample; check where its samples come from."
             )
-        return [] if self.stage_data.drop_last and len(step_batch) < self._step_items else step_batch
+
+    def _step_batch(self, mine: list[Any], num_items: int, *, ends_epoch: bool) -> StepBatch:
+        return StepBatch(self._micro_batches(mine), num_items, num_items, ends_epoch)
 
     def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
         size = self._plan.micro_batch_size
         chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
         return [MicroBatch(collate(self.stage_data.collate_fn, chunk), len(chunk)) for chunk in chunks]
+
+
+class PreBatchedIterableLoader(IterableBatchLoader):
+    """Reads a pre-batched iterable dataset, whose items are global batches; each rank reads all, and keeps its rows."""
+
+    def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
+        super().__init__(stage_data, strategy, **settings)
+        self._rows = RowSplitter(strategy)
+
+    def batches(self) -> Iterator[MicroBatch]:
+        samples = islice(self._samples(0, 0), self.limit)
+        first = list(islice(samples, 1))
+        self._check_not_empty(len(first))
+        yield from self._rows.batches(map(self._converted, chain(first, samples)))
+
+    def _take(self, samples: Any, taken: int) -> tuple[list[Any], int]:
+        step_batch = self._read(samples, taken)
+        return step_batch, len(step_batch)
+
+    def _step_batch(self, mine: list[Any], num_items: int, *, ends_epoch: bool) -> StepBatch:
+        return self._rows.step_batch(self._converted(mine[0]), ends_epoch=ends_epoch)
+
+    def _converted(self, item: Any) -> Any:
+        convert = self.stage_data.collate_fn
+        return item if convert is default_collate else convert(item)
+
+
+class ShardedBatchLoader(IterableBatchLoader):
+    """Reads an iterable dataset with shards, one sample of each in turn: a rank reads only the shards it keeps.
+
+    Every epoch starts from the dataset as it was given. An evaluation of a limited number of batches, and predictions,
+    follow the dataset's own order, with one worker at most.
+    """
+
+    def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
+        super().__init__(stage_data, strategy, **settings)
+        self._comm = strategy.comm
+        self._continues_over_epochs = False
+        self._num_shards = num_shards_of(stage_data.dataset) or 1
+        readers = num_readers(self._num_shards, self.world_size, self._step_items)
+        if stage_data.stage == "train" and readers < self.world_size:
+            logger.warning(
+                "the iterable training dataset has %d shards: with %d ranks and batch_size=%d, each sample is read by "
+                "%d ranks. If the number of shards and batch_size are multiples of the ranks, each is read once.",
+                self._num_shards,
+                self.world_size,
+                self._step_items,
+                self.world_size // readers,
+            )
+
+    def batches(self) -> Iterator[MicroBatch]:
+        if self.limit is not None or self.stage_data.stage == "predict":
+            yield from super().batches()
+            return
+        readers = num_readers(self._num_shards, self.world_size, None)
+        own = range(self.rank % readers, self._num_shards, readers)
+        chunk_size = -(-self._step_items // self._num_shards)
+        samples = read_shards(self.stage_data.dataset, own, chunk_size=chunk_size, **self._settings(0))
+        size = self._plan.micro_batch_size
+        kept = islice(samples, self.rank // readers, None, self.world_size // readers)
+        mine = list(islice(kept, size))
+        if readers == 1 and self.rank == 0:
+            self._check_not_empty(len(mine))
+        while mine:
+            yield from self._micro_batches(mine)
+            mine = list(islice(kept, size))
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        """Return the place in the order and the states of all shards; collective."""
+        if position not in self._states:
+            return {}
+        saved = dict(self._states[position])
+        of_ranks = self._comm.all_gather_object(saved["shards"])
+        saved["shards"] = {shard: state for of_rank in of_ranks for shard, state in of_rank.items()}
+        return {"position": position, **saved}
+
+    def _state_after(self, samples: ShardedStream) -> dict[str, Any]:
+        return samples.state()
+
+    def _from(self, epoch: int, position: int) -> ShardedStream:
+        restored, self._restored = self._restored, {}
+        if restored.get("position") != position or len(restored.get("lengths", ())) != self._num_shards:
+            restored = {}
+        stream = ShardedStream(
+            self.stage_data.dataset,
+            self._comm,
+            batch_size=self._step_items,
+            saved=restored or None,
+            **self._settings(epoch),
+        )
+        if position and not restored:
+            self._warn_of_skipping("has no saved position (state_dict) at this step", position)
+            for start in range(0, position, self._step_items):
+                stream.take(min(self._step_items, position - start))
+        elif position and not can_seek(self.stage_data.dataset):
+            self._warn_of_skipping("has no state_dict and load_state_dict with an exact position", position)
+        return stream
+
+    def _settings(self, epoch: int) -> dict[str, Any]:
+        return {"num_workers": self.stage_data.num_workers, "seed": self.seed, "epoch": epoch}
+
+    def _take(self, samples: ShardedStream, taken: int) -> tuple[list[Any], int]:
+        mine, num_samples = samples.take(self._step_items)
+        self._check_not_empty(taken + num_samples)
+        return ([], 0) if self.stage_data.drop_last and num_samples < self._step_items else (mine, num_samples)
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:

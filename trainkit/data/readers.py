@@ -158,7 +158,7 @@ class WorkerIterator(Iterator[Any]):
     this process  a b c d      position      e f g h      position      ...
 
     The worker seeds python, numpy and torch by `seed`, or continues from `generator_state` after a resume. It reports a
-    position after each `every` samples; `None` if the dataset has no `state_dict`.
+    position after each `every` samples; `None` if the dataset has no `state_dict`. It is at most `ahead` items ahead.
     """
 
     def __init__(
@@ -168,6 +168,7 @@ class WorkerIterator(Iterator[Any]):
         seed: int,
         every: int | None = None,
         generator_state: dict[str, Any] | None = None,
+        ahead: int = 2,
     ) -> None:
         self.position: StreamPosition | None = None
         """The last reported position."""
@@ -176,6 +177,7 @@ class WorkerIterator(Iterator[Any]):
             dataset if every is None else _PositionReporting(dataset, every, generator_state),  # type: ignore[arg-type] # it is iterable
             batch_size=None,
             num_workers=1,
+            prefetch_factor=ahead,
             collate_fn=_no_collate,
             generator=torch.Generator().manual_seed(seed),
         )
