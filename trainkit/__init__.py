@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainkit.custom_loop import session as session
     from trainkit.data.batch import BatchPlan as BatchPlan
     from trainkit.data.data import Data as Data
+    from trainkit.data.files import Files as Files
     from trainkit.data.mixture import Mixture as Mixture
     from trainkit.data.mixture import Sequential as Sequential
     from trainkit.data.packing import Packed as Packed
@@ -37,6 +38,7 @@ _HOMES = {
     "Callback": "callback",
     "Data": "data.data",
     "Duration": "duration",
+    "Files": "data.files",
     "LRSchedule": "optim.lr_schedule",
     "Logger": "logger",
     "Metric": "metrics.metric",

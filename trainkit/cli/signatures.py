@@ -22,6 +22,7 @@ from trainkit.errors import UserError, nearest
 EXTRAS = {
     "sklearn": "recipes",
     "matplotlib": "plots",
+    "pyarrow": "parquet",
     "transformers": "transformers",
     "torchmetrics": "metrics",
     "ray": "ray",

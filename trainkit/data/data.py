@@ -24,8 +24,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from trainkit.data.dataset_shards import num_shards_of
 from trainkit.data.readers import Collate
-from trainkit.data.shards import num_shards_of
 from trainkit.errors import UserError
 
 STAGES = ("train", "validation", "test", "predict")

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate, default_convert
 
 from trainkit.data.batch import MicroBatch, ShardsData, StepBatch
 from trainkit.data.data import StageData
+from trainkit.data.dataset_shards import ShardedSamples, can_seek, num_readers, num_shards_of, read_shards
 from trainkit.data.order import (
     GlobalOrder,
     LengthGroupedOrder,
@@ -35,7 +36,6 @@ from trainkit.data.readers import (
     make_reader,
     request_seed,
 )
-from trainkit.data.shards import ShardedStream, can_seek, num_readers, num_shards_of, read_shards
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.rng import preserve_rng
@@ -555,14 +555,14 @@ class ShardedBatchLoader(IterableBatchLoader):
         saved["shards"] = {shard: state for of_rank in of_ranks for shard, state in of_rank.items()}
         return {"position": position, **saved}
 
-    def _state_after(self, samples: ShardedStream) -> dict[str, Any]:
+    def _state_after(self, samples: ShardedSamples) -> dict[str, Any]:
         return samples.state()
 
-    def _from(self, epoch: int, position: int) -> ShardedStream:
+    def _from(self, epoch: int, position: int) -> ShardedSamples:
         restored, self._restored = self._restored, {}
         if restored.get("position") != position or len(restored.get("lengths", ())) != self._num_shards:
             restored = {}
-        stream = ShardedStream(
+        stream = ShardedSamples(
             self.stage_data.dataset,
             self._comm,
             batch_size=self._step_items,
@@ -580,7 +580,7 @@ class ShardedBatchLoader(IterableBatchLoader):
     def _settings(self, epoch: int) -> dict[str, Any]:
         return {"num_workers": self.stage_data.num_workers, "seed": self.seed, "epoch": epoch}
 
-    def _take(self, samples: ShardedStream, taken: int) -> tuple[list[Any], int]:
+    def _take(self, samples: ShardedSamples, taken: int) -> tuple[list[Any], int]:
         mine, num_samples = samples.take(self._step_items)
         self._check_not_empty(taken + num_samples)
         return ([], 0) if self.stage_data.drop_last and num_samples < self._step_items else (mine, num_samples)

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.data.test_loader import loader_of, numbers
 from tests.tasks import FakeRank
 from trainkit import Data, UserError
-from trainkit.data import shards
+from trainkit.data import dataset_shards
+from trainkit.data.dataset_shards import Place, ShardStart, next_shards, num_readers
 from trainkit.data.loader import ShardedBatchLoader, open_loader
-from trainkit.data.shards import Place, ShardStart, next_shards, num_readers
 from trainkit.distributed.collectives import Collectives
 
 
@@ -134,7 +134,7 @@ def opened(dataset, strategy, *, batch_size, num_workers=0, stage="train", limit
 @contextmanager
 def workers_in_this_process():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "WorkerIterator", lambda chunks, **settings: iter(chunks))
+        patch.setattr(dataset_shards, "WorkerIterator", lambda chunks, **settings: iter(chunks))
         yield
 
 

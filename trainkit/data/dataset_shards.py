@@ -266,7 +266,7 @@ def read_shards(dataset: Any, shards: Sequence[int], *, chunk_size: int, **setti
             yield reader.take(shard)
 
 
-class ShardedStream:
+class ShardedSamples:
     """The samples of an iterable dataset with shards, one of each shard in turn; a rank reads only its own shards.
 
         shards 0 1 2 3, batch_size 6, W = 2
