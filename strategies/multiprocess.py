@@ -39,7 +39,7 @@ from trainkit.optim.precision import Precision
 from trainkit.run_dir.failure import phase_in
 from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
-from trainkit.tree import map_tensors
+from trainkit.tree import map_tensors, to_device
 
 T = TypeVar("T")
 
@@ -372,6 +372,15 @@ class MultiProcessStrategy(Strategy):
         total, any_undivided = self.comm.reduce_in_place(sums, where="the sum of weights")
         factor = torch.where(total > 0, batch.num_samples / total, 0.0)  # 0 for a batch of padding only
         return torch.where(any_undivided > 0, 1.0, factor)
+
+    def _may_lack_samples(self, batch: StepBatch) -> bool:
+        """Return True on every rank if some rank may have no samples of this global batch."""
+        return batch.num_samples < self.comm.world_size or not batch.is_even
+
+    def _batch_of_any_rank(self, own: Any | None) -> Any:
+        """Return this rank's batch, or in host memory that of another rank if it has none; collective."""
+        of_ranks = self.comm.all_gather_object(None if own is None else to_device(own, torch.device("cpu")))
+        return next(other for other in of_ranks if other is not None) if own is None else own
 
     def _on_device(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,6 @@ from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.task import TaskModule
-from trainkit.tree import to_device
 
 from .ddp.bucket_plan import ring_bytes
 from .multiprocess import MultiProcessStrategy, RankSettings
@@ -99,8 +97,8 @@ class TorchDDPStrategy(MultiProcessStrategy):
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         if batch.micro_batches:
             self._last = batch.micro_batches[0].batch
-        if not self._has_stepped and batch.num_samples < self.comm.world_size:
-            self._broadcast_first_batch()
+        if not self._has_stepped and self._may_lack_samples(batch):
+            self._last = self._move(self._batch_of_any_rank(self._last))
         self._has_stepped = True
         assert self._wrapped_task is not None
         with self.comm.waiting(f"forward and backward of step {self._steps}"):
@@ -116,12 +114,6 @@ class TorchDDPStrategy(MultiProcessStrategy):
         loss = read_training_output(returned, 1, self._wrapped.module.task).loss
         assert loss is not None
         (loss * 0.0).backward()
-
-    def _broadcast_first_batch(self) -> None:
-        """Give ranks that have had no samples yet rank 0's batch for `_reduce_zeros`; collective."""
-        batch = self.comm.broadcast_object(to_device(self._last, torch.device("cpu")) if self.comm.rank == 0 else None)
-        if self._last is None:
-            self._last = self._move(batch)
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""

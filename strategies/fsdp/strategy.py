@@ -27,7 +27,7 @@ from trainkit.optim.precision import Precision
 from trainkit.rng import preserve_rng
 from trainkit.strategy import PhaseTraining, named_state
 from trainkit.task import TaskModule
-from trainkit.tree import map_tensors, to_device
+from trainkit.tree import map_tensors
 
 from ..ddp.grad_norm import norm_dtype, total_norm
 from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
@@ -313,11 +313,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _num_rounds(self, batch: StepBatch) -> int:
         """Return the largest number of micro-batches of any rank; collective if they may differ."""
         own = len(batch.micro_batches)
-        if batch.num_samples % self.comm.world_size == 0:
+        if batch.is_even and batch.num_samples % self.comm.world_size == 0:
             return own
-        if self._last is None and batch.num_samples < self.comm.world_size:
-            first = to_device(batch.micro_batches[0].batch, torch.device("cpu")) if self.comm.rank == 0 else None
-            self._last = self._move(self.comm.broadcast_object(first))
+        if self._last is None and self._may_lack_samples(batch):
+            first = batch.micro_batches[0].batch if batch.micro_batches else None
+            self._last = self._move(self._batch_of_any_rank(first))
         return int(self._max_over_ranks([own])[0])
 
     def _repeat_last_batch(self, task: TaskModule) -> None:
@@ -401,8 +401,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             if not any_has:
                 return
             if any_lacks:
-                first = to_device(micro_batch.batch, torch.device("cpu")) if micro_batch is not None else None
-                sent = self.comm.broadcast_object(first)
+                sent = self._batch_of_any_rank(None if micro_batch is None else micro_batch.batch)
                 last = sent if last is None else last
             if micro_batch is not None:
                 last = micro_batch.batch

@@ -236,7 +236,8 @@ class PipelineStrategy(MultiProcessStrategy):
             return
         self._begun = chain([first], batches)
         task.train()
-        traced = self._move_for_evaluation(first.micro_batches[0].batch) if first.micro_batches else None
+        batch = first.micro_batches[0].batch if first.micro_batches else None
+        traced = self._move_for_evaluation(batch if first.is_even else self._batch_of_any_rank(batch))
         with self.runtime.errors.published():
             self._partition(task, traced, len(first.micro_batches))
 

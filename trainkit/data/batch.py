@@ -32,6 +32,8 @@ class StepBatch:
     """Positions of the epoch's order that the global batch takes."""
     ends_epoch: bool
     """Whether this is the last step of its epoch."""
+    is_even: bool = True
+    """Whether rank r has the samples r, r + W, ... of the global batch; if not, any number of them, or none."""
 
 
 @dataclass(frozen=True)

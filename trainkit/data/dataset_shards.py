@@ -266,6 +266,16 @@ def read_shards(dataset: Any, shards: Sequence[int], *, chunk_size: int, **setti
             yield reader.take(shard)
 
 
+class Taken(NamedTuple):
+    """The samples of a global batch that a rank keeps."""
+
+    mine: list[Any]
+    num_items: int
+    """Samples, or batches of a pre-batched dataset, over all ranks."""
+    is_even: bool = True
+    """Whether rank r has the samples r, r + W, ..."""
+
+
 class ShardedSamples:
     """The samples of an iterable dataset with shards, one of each shard in turn; a rank reads only its own shards.
 
@@ -309,8 +319,8 @@ class ShardedSamples:
                 starts[shard] = ShardStart(taken, *states.get(shard, (0, None)))
         self._reader = ShardReader(dataset, starts, num_workers=num_workers, seed=seed, epoch=epoch, **settings)
 
-    def take(self, count: int) -> tuple[list[Any], int]:
-        """Return this rank's samples among the next `count` of all, and how many these are; collective."""
+    def take(self, count: int) -> Taken:
+        """Return this rank's samples among the next `count` of all; collective."""
         while True:
             shards, place = next_shards(self._place, count, self._lengths)
             own = [shard for shard in shards if shard in self._own]
@@ -318,8 +328,9 @@ class ShardedSamples:
                 self._reader.fill(shard, needed)
             if not self._learn_lengths():
                 break
-        self._place = place
-        return [self._reader.take(shard) for shard in own][self._kept], len(shards)
+        self._place, readers = place, self._own.step
+        is_even = all((index - shard) % readers == 0 for index, shard in enumerate(shards))
+        return Taken([self._reader.take(shard) for shard in own][self._kept], len(shards), is_even)
 
     def _learn_lengths(self) -> bool:
         """Return True if any rank has found the end of a shard."""

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate, default_convert
 
 from trainkit.data.batch import MicroBatch, ShardsData, StepBatch
 from trainkit.data.data import StageData
-from trainkit.data.dataset_shards import ShardedSamples, can_seek, num_readers, num_shards_of, read_shards
+from trainkit.data.dataset_shards import ShardedSamples, Taken, num_readers, num_shards_of, read_shards
 from trainkit.data.order import (
     GlobalOrder,
     LengthGroupedOrder,
@@ -359,18 +359,18 @@ class IterableBatchLoader(BatchLoader):
         self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
         samples = self._from(epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
-        following, num_following = self._take(samples, position)
-        while num_following:
-            mine, num_items, state = following, num_following, self._state_after(samples)
-            position += num_items
+        following = self._take(samples, position)
+        while following.num_items:
+            taken, state = following, self._state_after(samples)
+            position += taken.num_items
             if steps_left is not None:
                 steps_left -= 1
             # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
-            following, num_following = ([], 0) if steps_left == 0 else self._take(samples, position)
+            following = Taken([], 0) if steps_left == 0 else self._take(samples, position)
             self._remember(position, state)
-            if not num_following and steps_left != 0 and self._continues_over_epochs:
+            if not following.num_items and steps_left != 0 and self._continues_over_epochs:
                 self._remember(0, self._state_after(samples))  # the end, from which the next epoch continues
-            yield self._step_batch(mine, num_items, ends_epoch=not num_following)
+            yield self._step_batch(taken, ends_epoch=not following.num_items)
 
     def batches(self) -> Iterator[MicroBatch]:
         samples = self._samples(0, 0)
@@ -455,10 +455,10 @@ class IterableBatchLoader(BatchLoader):
         every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
         return WorkerIterator(stage_data.dataset, seed=seed, every=every, generator_state=generator_state)
 
-    def _take(self, samples: Any, taken: int) -> tuple[list[Any], int]:
-        """Return this rank's samples of the next global batch, after `taken` ones, and how many are in all of it."""
+    def _take(self, samples: Any, taken: int) -> Taken:
+        """Return this rank's samples of the next global batch, after `taken` ones; of no items at the end."""
         step_batch = self._read(samples, taken)
-        return step_batch[self.rank :: self.world_size], len(step_batch)
+        return Taken(step_batch[self.rank :: self.world_size], len(step_batch))
 
     def _read(self, samples: Iterator[Any], taken: int) -> list[Any]:
         """Return the samples of the next global batch; raises UserError if the dataset is empty."""
@@ -472,8 +472,9 @@ class IterableBatchLoader(BatchLoader):
                 f"the {self.stage_data.stage} IterableDataset gave no sample; check where its samples come from."
             )
 
-    def _step_batch(self, mine: list[Any], num_items: int, *, ends_epoch: bool) -> StepBatch:
-        return StepBatch(self._micro_batches(mine), num_items, num_items, ends_epoch)
+    def _step_batch(self, taken: Taken, *, ends_epoch: bool) -> StepBatch:
+        count = taken.num_items
+        return StepBatch(self._micro_batches(taken.mine), count, count, ends_epoch, is_even=taken.is_even)
 
     def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
         size = self._plan.micro_batch_size
@@ -494,12 +495,12 @@ class PreBatchedIterableLoader(IterableBatchLoader):
         self._check_not_empty(len(first))
         yield from self._rows.batches(map(self._converted, chain(first, samples)))
 
-    def _take(self, samples: Any, taken: int) -> tuple[list[Any], int]:
+    def _take(self, samples: Any, taken: int) -> Taken:
         step_batch = self._read(samples, taken)
-        return step_batch, len(step_batch)
+        return Taken(step_batch, len(step_batch))
 
-    def _step_batch(self, mine: list[Any], num_items: int, *, ends_epoch: bool) -> StepBatch:
-        return self._rows.step_batch(self._converted(mine[0]), ends_epoch=ends_epoch)
+    def _step_batch(self, taken: Taken, *, ends_epoch: bool) -> StepBatch:
+        return self._rows.step_batch(self._converted(taken.mine[0]), ends_epoch=ends_epoch)
 
     def _converted(self, item: Any) -> Any:
         convert = self.stage_data.collate_fn
@@ -573,17 +574,18 @@ class ShardedBatchLoader(IterableBatchLoader):
             self._warn_of_skipping("has no saved position (state_dict) at this step", position)
             for start in range(0, position, self._step_items):
                 stream.take(min(self._step_items, position - start))
-        elif position and not can_seek(self.stage_data.dataset):
+        elif position and not restored["shards"]:
             self._warn_of_skipping("has no state_dict and load_state_dict with an exact position", position)
         return stream
 
     def _settings(self, epoch: int) -> dict[str, Any]:
         return {"num_workers": self.stage_data.num_workers, "seed": self.seed, "epoch": epoch}
 
-    def _take(self, samples: ShardedSamples, taken: int) -> tuple[list[Any], int]:
-        mine, num_samples = samples.take(self._step_items)
-        self._check_not_empty(taken + num_samples)
-        return ([], 0) if self.stage_data.drop_last and num_samples < self._step_items else (mine, num_samples)
+    def _take(self, samples: ShardedSamples, taken: int) -> Taken:
+        step_batch = samples.take(self._step_items)
+        self._check_not_empty(taken + step_batch.num_items)
+        is_dropped = self.stage_data.drop_last and step_batch.num_items < self._step_items
+        return Taken([], 0) if is_dropped else step_batch
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:
