@@ -246,6 +246,26 @@ def test_an_iterable_dataset_without_a_batch_size_is_refused():
         Data(train=NumberStream(4)).stage_data("train")
 
 
+@pytest.mark.parametrize("items", [[torch.ones(3)], NumberStream(4)])
+def test_a_training_loader_of_global_batches_is_refused_with_a_batch_size(items):
+    with pytest.raises(UserError, match=r"DataLoader has batch_size=None, .* but Data has batch_size=4; omit"):
+        Data(train=DataLoader(items, batch_size=None), batch_size=4).stage_data("train")
+
+
+@pytest.mark.parametrize("sizes", [{"batch_size": 4}, {"evaluation_batch_size": 4}])
+def test_an_evaluation_loader_of_global_batches_keeps_them(sizes):
+    data = Data(validation=DataLoader([torch.ones(3)], batch_size=None), **sizes)
+    assert data.stage_data("validation").batch_size is None
+
+
+def test_an_iterable_dataset_of_global_batches_is_read_by_one_worker():
+    loader = DataLoader(NumberStream(4), batch_size=None, num_workers=2)
+    with pytest.raises(
+        UserError, match=r"of global batches \(batch_size=None\) with num_workers=2: .*num_workers=1 or 0"
+    ):
+        Data(train=loader).stage_data("train")
+
+
 def test_an_iterable_dataset_with_several_workers_is_refused():
     with pytest.raises(UserError, match=r"num_workers=2.*Set num_workers=1 or 0"):
         Data(train=NumberStream(4), batch_size=2, num_workers=2).stage_data("train")

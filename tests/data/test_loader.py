@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.tasks import FakeRank, NumberStream
 from trainkit import Data, UserError
@@ -275,6 +275,57 @@ def test_drop_last_drops_the_short_last_batch_of_an_iterable_dataset():
 def test_an_empty_iterable_dataset_is_refused_by_name():
     with pytest.raises(UserError, match="train IterableDataset gave no sample"):
         next(loader_of(iterable_data(0, 4)).step_batches(0, 0))
+
+
+class BatchStream(IterableDataset):
+    """Ready-made batches of consecutive numbers."""
+
+    def __init__(self, sizes):
+        self.batches = torch.arange(sum(sizes)).split(sizes)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def batch_stream(*sizes, num_workers=0, stage="train"):
+    return Data(**{stage: DataLoader(BatchStream(sizes), batch_size=None, num_workers=num_workers)})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_of_an_iterable_dataset_are_split_by_rows(num_workers):
+    data = batch_stream(6, 5, num_workers=num_workers)
+    assert read(loader_of(data, world_size=2, rank=0, accumulate=2)) == [[[0, 2], [4]], [[6, 8], [10]]]
+    assert read(loader_of(data, world_size=2, rank=1, accumulate=2)) == [[[1, 3], [5]], [[7, 9]]]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    world_size=st.integers(1, 4),
+    limit=st.none() | st.integers(1, 4),
+    position=st.integers(0, 3),
+)
+def test_each_row_of_the_batches_of_an_iterable_dataset_comes_once(sizes, world_size, limit, position):
+    whole = [batch.tolist() for batch in BatchStream(sizes)][:limit]
+    settings = [{"rank": rank, "world_size": world_size, "limit": limit} for rank in range(world_size)]
+    if position < len(whole):
+        for rank, how in enumerate(settings):
+            step_batches = list(loader_of(batch_stream(*sizes), **how).step_batches(0, position))
+            seen = [flat([[numbers(m) for m in step_batch.micro_batches]]) for step_batch in step_batches]
+            assert seen == [batch[rank::world_size] for batch in whole[position:]]
+            counts = [(len(batch), 1, index == len(whole) - 1) for index, batch in enumerate(whole)][position:]
+            assert [(one.num_samples, one.num_items, one.ends_epoch) for one in step_batches] == counts
+    rows = [row for batch in whole for row in batch]
+    for rank, how in enumerate(settings):
+        loader = loader_of(batch_stream(*sizes, stage="validation"), stage="validation", **how)
+        assert flat([[numbers(m) for m in loader.batches()]]) == rows[rank::world_size]
+
+
+def test_an_iterable_dataset_without_batches_is_refused():
+    for stage in ("train", "validation"):
+        loader = loader_of(batch_stream(0, stage=stage), stage=stage)
+        loader.stage_data.dataset.batches = ()
+        with pytest.raises(UserError, match=f"the {stage} IterableDataset gave no sample"):
+            list(loader.step_batches(0, 0) if stage == "train" else loader.batches())
 
 
 class Positioned(IterableDataset):
