@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -86,7 +86,7 @@ class ThreadRanks:
 
     def __init__(self, world_size):
         self.world_size = world_size
-        self.barrier = threading.Barrier(world_size)
+        self.barrier = threading.Barrier(world_size, timeout=60)
         self.values = [None] * world_size
         self.gathers = 0
 
@@ -243,6 +243,16 @@ def test_each_sample_is_read_once_over_all_ranks_and_rank_r_takes_every_wth(roun
         assert joined(mine for mine, _, _ in seen) == order[rank::world_size]
 
 
+@example(
+    lengths=[7] * 4,
+    kind=SeekingPart,
+    batch_size=6,
+    world_size=2,
+    num_workers=0,
+    stop=2,  # after 3 samples of each shard: in the middle of a chunk of 2
+    then=2,
+    workers_then=1,
+)
 @given(**shapes, stop=st.integers(1, 6), then=st.integers(1, 4), workers_then=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_a_resume_on_other_ranks_and_workers_reads_what_is_left(
