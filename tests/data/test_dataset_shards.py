@@ -18,7 +18,7 @@ from tests.tasks import FakeRank
 from trainkit import Data, UserError
 from trainkit.data import dataset_shards
 from trainkit.data.dataset_shards import Place, ShardStart, next_shards, num_readers
-from trainkit.data.loader import ShardedBatchLoader, open_loader
+from trainkit.data.loader import ShardedBatchLoader, check_same_data, open_loader
 from trainkit.distributed.collectives import Collectives
 
 
@@ -300,6 +300,16 @@ def test_a_state_of_another_number_of_shards_is_not_used(caplog):
     ((seen, _, _),) = read_on(1, [4, 4, 4], kind=SeekingPart, batch_size=4, position=4, saved=saved)
     assert seen[0][0] == in_turn([4, 4, 4])[4:8]
     assert "has no saved position" in caplog.text
+
+
+def test_ranks_with_other_numbers_of_shards_are_refused():
+    lengths = [[4, 4], [4, 4, 4]]
+    with pytest.raises(UserError, match="the number of shards of the train data is 2 on rank 0, but 3 on rank 1"):
+        ThreadRanks(2).run(
+            lambda strategy: check_same_data(
+                {"train": opened(Parts(lengths[strategy.comm.rank]), strategy, batch_size=2)}, strategy.comm
+            )
+        )
 
 
 def test_ranks_exchange_nothing_if_lengths_are_known_or_each_rank_reads_all():

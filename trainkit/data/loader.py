@@ -530,6 +530,9 @@ class ShardedBatchLoader(IterableBatchLoader):
                 self.world_size // readers,
             )
 
+    def description(self) -> dict[str, Any]:
+        return {**super().description(), "the number of shards": self._num_shards}
+
     def batches(self) -> Iterator[MicroBatch]:
         if self.limit is not None or self.stage_data.stage == "predict":
             yield from super().batches()
