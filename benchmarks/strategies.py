@@ -136,12 +136,16 @@ class Runner:
         )
         strategy.prepare_optimizer(self.task, self.phase_optimizer)
 
+    def step(self) -> None:
+        """Make one step."""
+        self.strategy.forward_backward(self.task, self.step_batch)
+        self.strategy.optimizer_step(self.phase_optimizer)
+
     def seconds_a_step(self) -> float:
         """Return the time of a step, measured over one turn."""
         started = time.perf_counter()
         for _ in range(STEPS_OF_A_TURN):
-            self.strategy.forward_backward(self.task, self.step_batch)
-            self.strategy.optimizer_step(self.phase_optimizer)
+            self.step()
         return (time.perf_counter() - started) / STEPS_OF_A_TURN
 
 

@@ -1,0 +1,328 @@
+"""Step time between hosts whose links have a limited rate, as a multiple of the time that the wire alone takes.
+
+    python benchmarks/network.py                                           2 and 4 hosts with 1 and 2 ranks each
+    python benchmarks/network.py --hosts 2 --ranks 2 --rate 1000 --models gpt4 --contenders wire torch_ddp ddp
+
+      host 0  |eth0 ==rate==\
+      host 1  |eth0 ==rate==== bridge        every host has its own network, processes, /dev/shm, host name and boot id
+      host 2  |eth0 ==rate==/
+
+Hosts are Linux namespaces on this machine, which needs root, `unshare`, `ip` and `tc`. They end with this process,
+however it ends. All contenders live in the same processes and take turns step by step. `wire` sends over plain sockets
+what every host must send at least, 2 (H-1)/H of the gradients. Times are medians of the slowest rank; bytes are those
+of the host that sends most, counted by its network device, without the headers of Ethernet, IP and TCP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ddp_step import MODELS, Squares
+from strategies import Runner
+from torch import Tensor
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
+
+from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.strategy import Strategy
+
+WIRE = "wire"
+CONTENDERS: dict[str, Callable[[], Strategy]] = {
+    "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
+    "torch_ddp best": lambda: TorchDDPStrategy(device="cpu", static_graph=True),
+    "ddp": lambda: DDPStrategy(device="cpu"),
+    "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group"),
+    "fusion": lambda: FusionStrategy(device="cpu"),
+    "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True),
+    "fusion bf16": lambda: FusionStrategy(device="cpu", reduce_dtype="bf16"),
+    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
+}
+DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
+WARM_UP = 2
+HEADER_BYTES = 14 + 20 + 32  # of a packet, which a network device counts
+PORT = 29400
+NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+# ---- Hosts
+
+HOST = """
+hostname host{host}
+mount -t tmpfs tmpfs /dev/shm
+mount -t sysfs sysfs /sys
+echo {boot_id} > /dev/shm/boot_id
+mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
+echo ready
+read go
+ip link set lo up
+ip addr add 10.77.0.{number}/24 dev eth0
+ip link set eth0 up
+tc qdisc add dev eth0 root tbf {limit}
+export MASTER_ADDR=10.77.0.1 MASTER_PORT={port} WORLD_SIZE={world_size} GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1
+export LOCAL_WORLD_SIZE={ranks}
+for local in $(seq 0 {last}); do
+    LOCAL_RANK=$local RANK=$(({host} * {ranks} + local)) "$@" & pids="$pids $!"
+done
+for pid in $pids; do wait $pid || exit 1; done
+"""
+
+
+def why_no_hosts() -> str | None:
+    """Return None if hosts can be made here, else the reason."""
+    missing = [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; type: apt-get install iproute2 util-linux"
+    if os.geteuid() != 0:
+        return "hosts are network namespaces, which need root"
+    tried = "ip link add name br0 type bridge && ip link add name v0 type veth peer name v1 && tc qdisc add dev v0 root tbf "
+    command = ["unshare", *NAMESPACES, "sh", "-ec", tried + _limit(100)]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"namespaces cannot be made: {outcome.stderr.strip()}" if outcome.returncode else None
+
+
+def _limit(megabits: float) -> str:
+    """Return tc's arguments for a link of this rate."""
+    return f"rate {megabits}mbit burst {max(128 * 1024, int(megabits * 125))} latency 50ms"
+
+
+def run_on_hosts(arguments: Sequence[str], *, hosts: int, ranks: int, megabits: float, name: str) -> Any:
+    """Run this file with `arguments` on every rank of every host, and return what rank 0 prints, read as JSON."""
+    processes: list[subprocess.Popen[str]] = []
+    _call(f"ip link add name {name} type bridge")
+    _call(f"ip link set {name} up")
+    try:
+        for host in range(hosts):
+            script = HOST.format(
+                host=host,
+                number=host + 1,
+                boot_id=uuid.uuid4(),
+                limit=_limit(megabits),
+                port=PORT,
+                ranks=ranks,
+                last=ranks - 1,
+                world_size=hosts * ranks,
+            )
+            command = ["unshare", *NAMESPACES, "sh", "-ec", script, "sh", sys.executable, __file__, *arguments]
+            pipe = subprocess.PIPE
+            processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        for host, process in enumerate(processes):
+            assert process.stdout is not None
+            process.stdout.readline()  # its namespaces exist
+            _call(f"ip link add name {name}h{host} type veth peer name eth0 netns {process.pid}")
+            _call(f"ip link set {name}h{host} master {name} up")
+            _call(f"tc qdisc add dev {name}h{host} root tbf {_limit(megabits)}")
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.close()
+        assert processes[0].stdout is not None
+        printed = processes[0].stdout.read()
+        if any([process.wait() for process in processes]):
+            sys.exit("a rank failed")
+        return json.loads(printed)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _call(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+# ---- Ranks
+
+
+class Model(Squares):
+    """One of the models, with the batch of a rank."""
+
+    def __init__(self, name: str) -> None:
+        make, self.make_input, _ = MODELS[name]
+        super().__init__(make())
+
+    def batch(self, num_samples: int) -> list[Tensor]:
+        """Return random inputs; each model has its own number of samples."""
+        return [self.make_input()]
+
+
+class Wire:
+    """Sends the bytes that a host must send at least to the next host, and receives as many."""
+
+    def __init__(self, num_bytes: int) -> None:
+        rank, world_size, ranks = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+        hosts = world_size // ranks
+        self.num_bytes = 2 * (hosts - 1) * num_bytes // (hosts * ranks)
+        with socket.create_server(("0.0.0.0", PORT + 1 + rank % ranks)) as server:
+            dist.barrier()
+            following = (rank // ranks + 1) % hosts
+            self.sender = socket.create_connection((f"10.77.0.{following + 1}", PORT + 1 + rank % ranks))
+            self.receiver, _ = server.accept()
+
+    def step(self) -> None:
+        """Send and receive at the same time."""
+        thread = threading.Thread(target=self.sender.sendall, args=(bytes(self.num_bytes),))
+        thread.start()
+        missing = self.num_bytes
+        memory = bytearray(1 << 20)
+        while missing:
+            missing -= self.receiver.recv_into(memory, min(missing, len(memory)))
+        thread.join()
+
+
+def payload_sent() -> int:
+    """Return the bytes that this host has sent so far, without headers."""
+    counters = Path("/sys/class/net/eth0/statistics")
+    sent, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    return sent - HEADER_BYTES * packets
+
+
+def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
+    """Return for each contender the seconds of a step, the bytes of each host, and the difference from one device."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size, ranks = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.manual_seed(0)
+    task = Model(model)
+    torch.manual_seed(rank)
+    (inputs,) = task.batch(0)
+    step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs) * world_size, len(inputs), False)
+    num_bytes = sum(parameter.nbytes for parameter in task.parameters())
+    runners: dict[str, Runner] = {}
+    steps: dict[str, Callable[[], object]] = {}
+    for name in names:
+        if name == WIRE:
+            steps[name] = Wire(num_bytes).step
+            continue
+        runners[name] = runner = Runner(CONTENDERS[name](), task, num_samples=len(inputs) * world_size)
+        runner.step_batch = step_batch
+        steps[name] = runner.step
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[Tensor]] = {name: [] for name in names}
+    for turn in range(WARM_UP + rounds):
+        for offset in range(len(names)):
+            name = names[(turn + offset) % len(names)]
+            dist.barrier()
+            before, began = payload_sent(), time.perf_counter()
+            steps[name]()
+            taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            dist.barrier()
+            of_ranks = torch.zeros(world_size, dtype=torch.int64)
+            of_ranks[rank] = payload_sent() - before
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            dist.all_reduce(of_ranks)
+            if turn >= WARM_UP:
+                seconds[name].append(taken.item())
+                sent[name].append(of_ranks[::ranks])  # ranks of a host count on the same device
+    everything = [torch.empty_like(inputs) for _ in range(world_size)]
+    dist.all_gather(everything, inputs)
+    single = Runner(SingleStrategy(device="cpu"), task, num_samples=len(inputs) * world_size)
+    single.step_batch = StepBatch(
+        [MicroBatch([torch.cat(everything)], len(inputs) * world_size)], len(inputs) * world_size, len(inputs), False
+    )
+    for _ in range(WARM_UP + rounds if rank == 0 else 0):
+        single.step()
+    dist.barrier()
+    found = {
+        name: {
+            "seconds": seconds[name],
+            "bytes": torch.stack(sent[name]).double().median(dim=0).values.tolist(),
+            "difference": difference(runners[name].task, single.task, task) if name in runners else 0.0,
+        }
+        for name in names
+    }
+    for runner in runners.values():
+        runner.strategy.teardown()
+    return {"gradient_bytes": num_bytes, "contenders": found}
+
+
+def difference(trained: Model, expected: Model, start: Model) -> float:
+    """Return the distance of trained weights from the expected ones, relative to that from the start."""
+    triples = zip(trained.parameters(), expected.parameters(), start.parameters(), strict=True)
+    with torch.no_grad():
+        pairs = [((ours - theirs).norm(), (theirs - first).norm()) for ours, theirs, first in triples]
+    wrong, moved = (torch.stack(norms).norm().item() for norms in zip(*pairs, strict=True))
+    return wrong / moved if moved else float("inf")
+
+
+# ---- Tables
+
+
+def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> None:
+    """Print the table of one model and layout."""
+    least = 2 * (hosts - 1) / hosts * found["gradient_bytes"]
+    print(f"{title}: {least / 1e6:.1f} MB in {8 * least / 1e6 / megabits:.3f} s at least")
+    print(f"  {'contender':<16}{'s a step':>9}{'quartiles':>18}{'x wire':>8}{'x stock':>9}{'MB sent':>9}{'x least':>9}")
+    rows = found["contenders"]
+    medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
+    for name, row in rows.items():
+        low, _, high = statistics.quantiles(row["seconds"], n=4)
+        to_wire = f"{medians[name] / medians[WIRE]:.2f}" if WIRE in medians else ""
+        to_stock = f"{medians[name] / medians['torch_ddp']:.2f}" if "torch_ddp" in medians else ""
+        most = max(row["bytes"])
+        print(
+            f"  {name:<16}{medians[name]:>9.3f}{f'[{low:.3f}, {high:.3f}]':>18}{to_wire:>8}{to_stock:>9}"
+            f"{most / 1e6:>9.2f}{most / least:>9.3f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="of a host")
+    parser.add_argument("--rate", type=float, default=200, help="Mbit/s of the link of a host, in each direction")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=["mlp5"], choices=list(MODELS))
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, *CONTENDERS])
+    parser.add_argument("--json", action="store_true", help="print the figures instead of tables")
+    parser.add_argument("--role", choices=("caller", "bridge", "rank"), default="caller", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role == "rank":
+        found = measure(options.contenders, options.models[0], options.rounds)
+        if dist.get_rank() == 0:
+            print(json.dumps(found))
+        dist.destroy_process_group()
+        return
+    if options.role == "caller":
+        reason = why_no_hosts()
+        if reason is not None:
+            sys.exit(f"network.py cannot run here: {reason}")
+        command = [sys.executable, __file__, *sys.argv[1:], "--role", "bridge"]
+        os.execvp("unshare", ["unshare", *NAMESPACES, *command])  # its end is the end of all hosts
+    results = {}
+    layouts = itertools.product(options.models, options.hosts, options.ranks)
+    for number, (model, hosts, ranks) in enumerate(layouts):
+        title = f"{model}, {hosts} x {ranks} at {options.rate:g} Mbit/s"
+        arguments = ["--role", "rank", "--models", model, "--rounds", str(options.rounds)]
+        found = run_on_hosts(
+            [*arguments, "--contenders", *options.contenders],
+            hosts=hosts,
+            ranks=ranks,
+            megabits=options.rate,
+            name=f"net{number}",
+        )
+        results[f"{model} {hosts}x{ranks}"] = found
+        if not options.json:
+            show(title, found, hosts=hosts, megabits=options.rate)
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
