@@ -34,13 +34,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_step import MODELS, Squares
-from strategies import Runner
 from torch import Tensor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from strategies import Runner
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.strategy import Strategy
 
@@ -69,6 +69,11 @@ mount -t tmpfs tmpfs /dev/shm
 mount -t sysfs sysfs /sys
 echo {boot_id} > /dev/shm/boot_id
 mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
+echo "127.0.0.1 localhost" > /dev/shm/hosts
+for host in $(seq 0 {last_host}); do echo 10.77.0.$((host + 1)) host$host >> /dev/shm/hosts; done
+mount --bind /dev/shm/hosts /etc/hosts
+echo "hosts: files" > /dev/shm/nsswitch.conf
+mount --bind /dev/shm/nsswitch.conf /etc/nsswitch.conf
 echo ready
 read go
 ip link set lo up
@@ -91,8 +96,8 @@ def why_no_hosts() -> str | None:
         return f"{' and '.join(missing)} not found; type: apt-get install iproute2 util-linux"
     if os.geteuid() != 0:
         return "hosts are network namespaces, which need root"
-    tried = "ip link add name br0 type bridge && ip link add name v0 type veth peer name v1 && tc qdisc add dev v0 root tbf "
-    command = ["unshare", *NAMESPACES, "sh", "-ec", tried + _limit(100)]
+    links = "ip link add name br0 type bridge && ip link add name v0 type veth peer name v1"
+    command = ["unshare", *NAMESPACES, "sh", "-ec", f"{links} && tc qdisc add dev v0 root tbf {_limit(100)}"]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"namespaces cannot be made: {outcome.stderr.strip()}" if outcome.returncode else None
 
@@ -117,6 +122,7 @@ def run_on_hosts(arguments: Sequence[str], *, hosts: int, ranks: int, megabits: 
                 port=PORT,
                 ranks=ranks,
                 last=ranks - 1,
+                last_host=hosts - 1,
                 world_size=hosts * ranks,
             )
             command = ["unshare", *NAMESPACES, "sh", "-ec", script, "sh", sys.executable, __file__, *arguments]

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 
+from trainkit.distributed.collectives import gather
+
+from ..hosts import HostLayout, host_name
 from .bucket import Bucket, GradBucket, ReducerSettings
+from .hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
 from .shared_memory import SharedMemoryTransport, why_no_shared_memory
 from .transport import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
 
@@ -169,16 +173,23 @@ def _copy_back(bucket: Bucket) -> None:
 def open_transport(name: TransportName, process_group: ProcessGroupTransport) -> Transport:
     """Return the transport called `name` of the ranks of `process_group`. Collective.
 
-    "auto" is shared memory where it works, else the process group.
+    "auto" is shared memory inside each host where it works, else the process group.
     """
     group, device = process_group.group, process_group.device
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
-    reason = why_no_shared_memory(group, device)
+    hosts = HostLayout.of(gather(host_name(), group))
+    reason = why_not_inside_hosts(hosts, group)
+    inside, between = (group, None) if reason is not None or len(hosts.ranks) == 1 else open_host_groups(hosts, group)
+    if reason is None:
+        reason = next(filter(None, gather(why_no_shared_memory(inside, device), group)), None)
     if reason is None:
         # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
         store, seconds = process_group.failure_store, process_group.timeout_seconds
-        return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
+        if between is None:
+            return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
+        names = hosts.ranks_on_host(group.rank())
+        return HierarchicalTransport(inside, between, names=names, failure_store=store, timeout_seconds=seconds)
     if name == "shared_memory":
         raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
     if group.rank() == 0:

@@ -32,6 +32,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore, stopped
 
+from ..hosts import host_name
 from .transport import Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples
@@ -64,6 +65,7 @@ class SharedMemoryTransport(Transport):
     """Sums each bucket in the memory of the ranks themselves."""
 
     name = "shared_memory"
+    nap_seconds = NAP_SECONDS
 
     def __init__(
         self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, preallocate: bool = True
@@ -222,7 +224,7 @@ class BucketWork:
         next_processes, next_store, noted = start, start + STORE_SECONDS, False
         while not transport.is_done(self.bucket):
             transport.progress()
-            time.sleep(NAP_SECONDS)
+            time.sleep(transport.nap_seconds)
             now = time.monotonic()
             if now >= next_store:
                 next_store, noted = now + STORE_SECONDS, True
@@ -316,8 +318,6 @@ def _make_region(num_bytes: int, preallocate: bool) -> SharedRegion:
     nonce = secrets.token_bytes(NONCE_BYTES)
     fd = -1
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            host = file.read().strip()
         fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
@@ -328,7 +328,7 @@ def _make_region(num_bytes: int, preallocate: bool) -> SharedRegion:
         if fd >= 0:
             os.close(fd)
         return SharedRegion(problem=f"no shared memory of {num_bytes} bytes: {error}")
-    return SharedRegion(host, os.getpid(), fd, nonce)
+    return SharedRegion(host_name(), os.getpid(), fd, nonce)
 
 
 def _map_all(regions: list[SharedRegion], num_bytes: int, preallocate: bool) -> tuple[list[mmap.mmap], str | None]:
@@ -359,14 +359,16 @@ def _raise_first_problem(problems: list[str | None]) -> None:
             raise SharedMemoryError(problem)
 
 
+def shard_of(flat: Tensor, owner: int, world_size: int) -> Tensor:
+    """Return the owner's shard of a flat tensor, a view that starts at a cache line."""
+    shard = _round_up(-(-flat.numel() // world_size), LINE_BYTES // flat.element_size())
+    return flat[owner * shard : (owner + 1) * shard]
+
+
 def _shards(flats: list[Tensor], owner: int) -> list[list[Tensor]]:
     """Return the chunks of the owner's shard, each as its tensors in rank order."""
-    numel = flats[0].numel()
-    line = LINE_BYTES // flats[0].element_size()
-    shard = _round_up(-(-numel // len(flats)), line)
-    start, end = min(owner * shard, numel), min((owner + 1) * shard, numel)
-    steps = range(start, end, CHUNK_ELEMENTS)
-    return [[flat[step : min(step + CHUNK_ELEMENTS, end)] for flat in flats] for step in steps]
+    shards = [shard_of(flat, owner, len(flats)).split(CHUNK_ELEMENTS) for flat in flats]
+    return [list(chunk) for chunk in zip(*shards, strict=True)]
 
 
 def _round_up(value: int, multiple: int) -> int:

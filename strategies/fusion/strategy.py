@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,14 +27,16 @@ from ..ddp.reducer import Unused
 from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
 from ..ddp.timeline import Timeline
+from ..hosts import HostLayout, host_name
 from .communication_thread import CommunicationThread
 from .exchange import GlooExchange
-from .partition import HostLayout, Servers
 from .sharded_optimizer import ShardedOptimizer, check_elementwise, state_dict_without_state
 from .shared_buffers import SharedBuffers
 from .transport import FusionSettings, ServerGroups, ShardTransport, open_server_groups
 
 logger = logging.getLogger(__name__)
+
+Servers = Literal["rank", "host"]
 
 MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the memory of a second set
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
@@ -171,10 +171,7 @@ class FusionStrategy(DDPStrategy):
 
     def host(self) -> str:
         """Return the identity of this rank's machine; ranks that return the same share its memory."""
-        try:
-            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            return socket.gethostname()
+        return host_name()
 
     def teardown(self) -> None:
         """Move parameters out of the buffers and leave the group; may be called twice."""
@@ -239,7 +236,8 @@ class FusionStrategy(DDPStrategy):
 
     def _open_shared_buffers(self, hosts: HostLayout, local: dist.ProcessGroup) -> SharedBuffers:
         assert self.reducer is not None
-        groups = open_server_groups(hosts.columns(self.servers), self.comm.group)
+        num_servers = 1 if self.servers == "host" else hosts.fewest_ranks
+        groups = open_server_groups(hosts.columns(num_servers), self.comm.group)
         between = None
         if groups is not None and len(hosts.ranks) > 1:
             between = self._open_exchange(groups, torch.device("cpu"))
@@ -247,7 +245,7 @@ class FusionStrategy(DDPStrategy):
             local,
             names=hosts.ranks_on_host(self.comm.rank),
             between=between,
-            num_servers=hosts.servers_per_host(self.servers),
+            num_servers=num_servers,
             device=self.device,
             failure_store=self.reducer.failure_store,
             timeout_seconds=self.ranks.timeout_seconds,

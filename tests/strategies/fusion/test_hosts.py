@@ -6,9 +6,6 @@ import itertools
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
-from trainkit.strategies.fusion.partition import HostLayout
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -17,31 +14,6 @@ from tests.strategies.fusion.training import Partly, Wide, train, trained
 from tests.tasks import Recorder
 from trainkit import Data, UserError
 from trainkit.testing import rank_outcomes, run_ranks
-
-# ---- Servers
-
-
-@given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
-def test_every_rank_is_on_one_host_and_every_column_has_one_server_of_each(names):
-    hosts = HostLayout.of(names)
-    assert sorted(itertools.chain(*hosts.ranks)) == list(range(len(names)))
-    assert all(len({names[rank] for rank in ranks}) == 1 for ranks in hosts.ranks)
-    for servers in ("rank", "host"):
-        columns = hosts.columns(servers)
-        assert len(columns) == hosts.servers_per_host(servers)
-        for column in columns:
-            assert len({names[rank] for rank in column}) == len(column) == len(hosts.ranks)
-    if hosts.is_even:
-        assert sorted(itertools.chain(*hosts.columns("rank"))) == list(range(len(names)))
-
-
-def test_servers_are_all_ranks_or_the_first_of_each_host():
-    hosts = HostLayout.of(["a", "a", "b", "b"])
-    assert hosts.columns("rank") == [(0, 2), (1, 3)]
-    assert hosts.columns("host") == [(0, 2)]
-    assert hosts.ranks_on_host(3) == (2, 3) and hosts.is_even
-    assert not HostLayout.of(["a", "a", "b"]).is_even
-
 
 # ---- Training
 

@@ -1,0 +1,30 @@
+"""Hosts and their ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+from trainkit.strategies.hosts import HostLayout
+
+
+@given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
+def test_every_rank_is_on_one_host_and_every_column_has_one_rank_of_each(names):
+    hosts = HostLayout.of(names)
+    assert sorted(itertools.chain(*hosts.ranks)) == list(range(len(names)))
+    assert all(len({names[rank] for rank in ranks}) == 1 for ranks in hosts.ranks)
+    columns = hosts.columns(hosts.fewest_ranks)
+    assert len(columns) == hosts.fewest_ranks
+    for column in columns:
+        assert len({names[rank] for rank in column}) == len(column) == len(hosts.ranks)
+    if hosts.is_even:
+        assert sorted(itertools.chain(*columns)) == list(range(len(names)))
+
+
+def test_columns_are_the_first_ranks_of_each_host_then_the_second_ones():
+    hosts = HostLayout.of(["a", "a", "b", "b"])
+    assert hosts.columns(2) == [(0, 2), (1, 3)]
+    assert hosts.columns(1) == [(0, 2)]
+    assert hosts.ranks_on_host(3) == (2, 3) and hosts.is_even
+    assert not HostLayout.of(["a", "a", "b"]).is_even
