@@ -36,6 +36,16 @@ class Work(Protocol):
         """Return once the tensor holds the sum over all ranks; raise RankError if a rank failed or timed out."""
 
 
+class WaitableWork(Protocol):
+    """What a WatchedWork needs of a torch.distributed.Work."""
+
+    def is_completed(self) -> bool:
+        """Return True if it has ended, successfully or not."""
+
+    def wait(self, timeout: timedelta) -> object:
+        """Return once it has ended; raise RuntimeError if it failed or the timeout passes."""
+
+
 class Transport(ABC):
     """Sums flat buckets over all ranks, asynchronously; every rank starts the same buckets in the same order."""
 
@@ -107,7 +117,7 @@ class ProcessGroupTransport(Transport):
 class WatchedWork:
     """A collective's work whose wait checks the failure store, so that no rank waits for one that has failed."""
 
-    def __init__(self, work: dist.Work, *, where: str, failure_store: FailureStore, timeout_seconds: float) -> None:
+    def __init__(self, work: WaitableWork, *, where: str, failure_store: FailureStore, timeout_seconds: float) -> None:
         self.work, self.where, self.failure_store, self.timeout_seconds = work, where, failure_store, timeout_seconds
         self.finished_at: float | None = None
 

@@ -3,15 +3,18 @@
     server 0   [p0 p1]  --- scatter --->  p0 + p0'  --- gather --->  [s0 s1]
     server 1   [p0'p1'] ---------------   p1 + p1'  -------------    [s0 s1]
 
-Chunks are sent in the same order on every server, at most `max_in_flight` at a time; the others wait in their buffers,
-so backward never waits for a chunk. Transfers advance only in calls to `progress`.
+Chunks are launched in the same order on every server, at most `max_in_flight` at a time; the others wait in their
+buffers, so backward never waits for a chunk. A launch announces all that the chunk will receive, before anything of it
+is sent. Transfers advance only in calls to `progress`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,10 +22,14 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from ..ddp.transport import WatchedWork
+from ..ddp.transport import WaitableWork, WatchedWork
 from .host_copy import Event, open_host_copier
+from .messages import MessageThread, receive_shards, send_shards
 from .partition import equal_shards, split_into_chunks
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
+
+_TO_SERVER, _SUM, _WEIGHTS = range(3)  # kinds of messages
+_NUM_TAGS = 2**20  # of a kind; far more than are under way at once
 
 
 class GlooExchange(ShardTransport):
@@ -48,8 +55,11 @@ class GlooExchange(ShardTransport):
         self.weight_sets, self.copies_back = [], {}
         self._chunks: list[list[tuple[int, int]]] = []
         self._queued: deque[ChunkTransfer] = deque()
-        self._in_flight: deque[ChunkTransfer] = deque()
+        self._in_flight: list[ChunkTransfer] = []
         self._works: deque[TransferWork] = deque()
+        self._changed = threading.Event()  # set when messages have ended
+        self.arrivals, self.returns = MessageThread(self._changed), MessageThread(self._changed)
+        self._num_chunks = self._num_weights = 0  # sent so far, the same on every rank
 
     # ---- Memory
 
@@ -81,6 +91,8 @@ class GlooExchange(ShardTransport):
         self._queued.clear()
         self._in_flight.clear()
         self._works.clear()
+        self.arrivals.close()
+        self.returns.close()
         self.copier.close()
 
     def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
@@ -114,6 +126,9 @@ class GlooExchange(ShardTransport):
         if self.world_size > 1:
             flat, chunks = self.flats[bucket], self._chunks[bucket]
             transfers = [ChunkTransfer(self, bucket, flat[start:stop], ready, where) for start, stop in chunks]
+            for number, transfer in enumerate(transfers, self._num_chunks):
+                transfer.number = number
+            self._num_chunks += len(transfers)
             if self.settings.sharded and self.flags[bucket].numel():
                 all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
                 flags = self.with_timeout(all_reduce, where)
@@ -127,19 +142,19 @@ class GlooExchange(ShardTransport):
         works = []
         for start, stop in self._chunks[buffer] if self.world_size > 1 else []:
             chunk = self.weight_sets[self.next_set][buffer][start:stop]
-            sizes = equal_shards(len(chunk), self.world_size)
-            works.append(self.gather(chunk.split(sizes)[self.rank].repeat(self.world_size), chunk, sizes, where))
+            shards = chunk.split(equal_shards(len(chunk), self.world_size))
+            tag, group = tag_of(_WEIGHTS, self._num_weights), self.groups.messages
+            self._num_weights += 1
+            received = receive_shards(shards, group, tag)
+            sent = send_shards([shards[self.rank]] * self.world_size, group, tag)
+            works.append(self.with_timeout(self.returns.watch([*received, *sent]), where))
         return GatherWork(self, works, where)
 
     def progress(self) -> None:
-        """Advance every chunk and buffer as far as possible, in order, without waiting."""
-        self._launch()
-        for transfer in self._in_flight:
-            if not transfer.try_sum():  # sums sent in another order would meet the wrong chunks
-                break
-        while self._in_flight and self._in_flight[0].try_complete():
-            self._in_flight.popleft()
-        self._launch()
+        """Advance every chunk and buffer as far as possible, without waiting."""
+        self._changed.clear()
+        self._advance_chunks()
+        self._advance_chunks()  # those that the completed ones have made room for
         for work in list(self._works):
             work.advance()
             if not work.is_summed:  # weights are sent in the order of buffers
@@ -147,41 +162,48 @@ class GlooExchange(ShardTransport):
         while self._works and self._works[0].is_done():
             self._works.popleft()
 
-    def wait_for_oldest(self) -> None:
-        """Wait for the current stage of the oldest transfer."""
+    def wait_for_change(self) -> None:
+        """Wait until something has ended that `progress` found under way."""
         if self._in_flight:
-            self._in_flight[0].wait_stage()
+            self._in_flight[0].wait_stage(_AnyMessage(self._changed))
         elif self._works:
             self._works[0].wait_stage()
 
-    def scatter(self, chunk: Tensor, arrived: Tensor, sizes: list[int], where: str) -> WatchedWork:
-        """Start to send shard i of a chunk to server i; this server's shards of all ranks arrive in `arrived`."""
-        own_sizes = [sizes[self.rank]] * self.world_size
-        work = dist.all_to_all_single(arrived, chunk, own_sizes, sizes, self.groups.scatter, True)
-        return self.with_timeout(work, where)
-
-    def gather(self, shards: Tensor, chunk: Tensor, sizes: list[int], where: str) -> WatchedWork:
-        """Start to send one of `shards`, copies of this server's shard, to each rank; all shards arrive in `chunk`."""
-        own_sizes = [sizes[self.rank]] * self.world_size
-        work = dist.all_to_all_single(chunk, shards, sizes, own_sizes, self.groups.gather, True)
-        return self.with_timeout(work, where)
-
-    def with_timeout(self, work: dist.Work | None, where: str) -> WatchedWork:
-        """Return the collective as work whose `wait` raises if a rank fails or the timeout passes."""
+    def with_timeout(self, work: WaitableWork | None, where: str) -> WatchedWork:
+        """Return the work as one whose `wait` raises if a rank fails or the timeout passes."""
         assert work is not None
         return WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
 
-    def _launch(self) -> None:
+    def _advance_chunks(self) -> None:
         while self._queued and len(self._in_flight) < self.settings.max_in_flight:
             self._in_flight.append(self._queued.popleft())
             self._in_flight[-1].launch()
-        for transfer in self._in_flight:
-            if not transfer.try_send():
-                break
+        self._in_flight = [transfer for transfer in self._in_flight if not transfer.advance()]
+
+
+class _AnyMessage:
+    """The next end of any messages, as a work."""
+
+    def __init__(self, changed: threading.Event) -> None:
+        self.changed = changed
+
+    def is_completed(self) -> bool:
+        return self.changed.is_set()
+
+    def wait(self, timeout: timedelta) -> None:
+        if not self.changed.wait(timeout.total_seconds()):
+            raise RuntimeError("no message has ended")
+
+
+def tag_of(kind: int, number: int) -> int:
+    """Return the tag of the messages of one chunk."""
+    return 3 * (number % _NUM_TAGS) + kind
 
 
 class ChunkTransfer:
-    """The transfer of one chunk to the servers and back: copy to the host, scatter, sum, gather."""
+    """The transfer of one chunk to the servers and back: copy to the host, send, sum, return."""
+
+    number: int  # of the chunk, among all that were ever sent
 
     def __init__(self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Event, where: str) -> None:
         self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
@@ -189,62 +211,66 @@ class ChunkTransfer:
         self.is_sent = self.is_summed = self.is_complete = False
         self.sent = chunk
         self._copy: Event = None  # to the host
-        self._work: WatchedWork | None = None
+        self._returning: list[dist.Work] = []  # sends, and receives of sums
+        self._work: WatchedWork | None = None  # of the stage
 
     def launch(self) -> None:
-        """Start to copy the chunk to host memory in the reduce dtype, if it is elsewhere or in another dtype."""
-        copier, chunk = self.exchange.copier, self.chunk
-        dtype = self.exchange.reduce_dtype_of(chunk.dtype)
+        """Announce what is received, and copy the chunk to host memory in the reduce dtype if it is elsewhere."""
+        exchange, chunk = self.exchange, self.chunk
+        dtype = exchange.reduce_dtype_of(chunk.dtype)
         if chunk.device.type != "cpu" or dtype != chunk.dtype:
-            self.sent = copier.empty(len(chunk), dtype)
-            self._copy = copier.to_host(chunk, self.sent, after=self.ready)
+            self.sent = exchange.copier.empty(len(chunk), dtype)
+            self._copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
+        self._shards = self.sent.split(self.sizes)
+        self.arrived = [torch.empty_like(self._shards[exchange.rank]) for _ in range(exchange.world_size - 1)]
+        self.arrived.insert(exchange.rank, self._shards[exchange.rank])
+        group = exchange.groups.messages
+        arriving = receive_shards(self.arrived, group, tag_of(_TO_SERVER, self.number))
+        self._work = exchange.with_timeout(exchange.arrivals.watch(arriving), self.where)
+        if not exchange.settings.sharded:  # a sum comes from its server after the shard has arrived there
+            self._returning = receive_shards(self._shards, group, tag_of(_SUM, self.number))
 
-    def try_send(self) -> bool:
-        """Send the shards to their servers if they are on the host; return True if they are sent."""
+    def advance(self) -> bool:
+        """Advance as far as possible without waiting; return True if the transfer is complete."""
         if not self.is_sent and (self._copy is None or self._copy.query()):
-            exchange, self._copy, self.is_sent = self.exchange, None, True
-            self.arrived = torch.empty(self.sizes[exchange.rank] * exchange.world_size, dtype=self.sent.dtype)
-            self._work = exchange.scatter(self.sent, self.arrived, self.sizes, self.where)
-        return self.is_sent
-
-    def try_sum(self) -> bool:
-        """Sum this server's shard if it has arrived from all ranks, and send the sum to all of them, or keep it.
-
-        Returns True if it is summed.
-        """
-        if self.is_summed or self._work is None or not self._work.work.is_completed():
-            return self.is_summed
-        self._work.wait()
-        self.is_summed = True
-        exchange, own = self.exchange, self.sizes[self.exchange.rank]
-        shards = list(self.arrived.split(own)) if own else [self.arrived]
-        total = ordered_sum(shards)
-        if exchange.settings.sharded:
-            self.chunk.split(self.sizes)[exchange.rank].copy_(total)
-            self._work = None
-        else:
-            for shard in shards:
-                shard.copy_(total)
-            self._work = exchange.gather(self.arrived, self.sent, self.sizes, self.where)
-        return True
-
-    def try_complete(self) -> bool:
-        """Take the sums if they have come back; return True if the transfer is complete."""
-        if self.is_summed and not self.is_complete and (self._work is None or self._work.work.is_completed()):
-            if self._work is not None:
-                self._work.wait()
-                self._work = None
-                if self.sent is not self.chunk:
-                    self.exchange.copy_to_device(self.buffer, self.sent, self.chunk)
+            self._copy, self.is_sent = None, True
+            tag = tag_of(_TO_SERVER, self.number)
+            self._returning += send_shards(self._shards, self.exchange.groups.messages, tag)
+        if self.is_sent and not self.is_summed and self._has_ended():
+            self._sum()
+        if self.is_summed and not self.is_complete and self._has_ended():
+            if not self.exchange.settings.sharded and self.sent is not self.chunk:
+                self.exchange.copy_to_device(self.buffer, self.sent, self.chunk)
             self.is_complete = True
         return self.is_complete
 
-    def wait_stage(self) -> None:
-        """Wait for the copy or collective in progress."""
+    def _has_ended(self) -> bool:
+        """Return True if the messages of the stage have arrived; raise if one cannot."""
+        assert self._work is not None
+        if not self._work.is_done():
+            return False
+        self._work.wait()
+        return True
+
+    def _sum(self) -> None:
+        """Sum this server's shard, and return the sum to all ranks or keep it."""
+        exchange, own = self.exchange, self._shards[self.exchange.rank]
+        total = ordered_sum(self.arrived)
+        if exchange.settings.sharded:
+            self.chunk.split(self.sizes)[exchange.rank].copy_(total)
+        else:
+            own.copy_(total)
+            tag = tag_of(_SUM, self.number)
+            self._returning += send_shards([own] * exchange.world_size, exchange.groups.messages, tag)
+        self.is_summed, self.arrived = True, []
+        self._work = exchange.with_timeout(exchange.returns.watch(self._returning), self.where)
+
+    def wait_stage(self, any_message: WaitableWork) -> None:
+        """Wait for the copy in progress, or for any message."""
         if self._copy is not None:
             self._copy.synchronize()
-        elif self._work is not None:
-            self._work.wait()
+        else:
+            self.exchange.with_timeout(any_message, self.where).wait()
 
 
 class GatherWork:
@@ -283,7 +309,7 @@ class TransferWork(GatherWork):
         exchange = self.exchange
         exchange.progress()
         while not self.is_done():
-            exchange.wait_for_oldest()
+            exchange.wait_for_change()
             exchange.progress()
         exchange.order_current_stream(self.buffer)
 

@@ -104,15 +104,13 @@ class ShardTransport(Transport):
 
 @dataclass(frozen=True)
 class ServerGroups:
-    """Process groups of the same ranks, one for each purpose: in a single one the order would depend on timing."""
+    """Process groups of the same ranks, one for each purpose."""
 
     rank: int
     """This rank's index in the groups."""
     world_size: int
-    scatter: dist.ProcessGroup | None
-    """Sends gradients to the servers."""
-    gather: dist.ProcessGroup | None
-    """Sends sums, or weights, from the servers."""
+    messages: dist.ProcessGroup | None
+    """Sends gradients to the servers, and sums or weights from them; tags tell them apart."""
     flags: dist.ProcessGroup | None
 
 
@@ -121,9 +119,9 @@ def open_server_groups(sets: Sequence[Sequence[int]], group: dist.ProcessGroup) 
     own = None
     for members in sets:
         ranks = [dist.get_global_rank(group, member) for member in members]
-        scatter, gather, flags = (dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None for _ in range(3))
+        messages, flags = (dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None for _ in range(2))
         if group.rank() in members:
-            own = ServerGroups(list(members).index(group.rank()), len(ranks), scatter, gather, flags)
+            own = ServerGroups(list(members).index(group.rank()), len(ranks), messages, flags)
     return own
 
 
