@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trainkit.strategies.hosts import HostLayout
+
+NETWORK = Path(__file__).parents[2] / "benchmarks/network.py"
 
 
 @given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
@@ -28,3 +35,23 @@ def test_columns_are_the_first_ranks_of_each_host_then_the_second_ones():
     assert hosts.columns(1) == [(0, 2)]
     assert hosts.ranks_on_host(3) == (2, 3) and hosts.is_even
     assert not HostLayout.of(["a", "a", "b"]).is_even
+
+
+# ---- Hosts made of network namespaces
+
+
+@pytest.mark.slow
+def test_two_hosts_of_two_ranks_send_only_what_they_must_and_train_as_one_device():
+    command = [sys.executable, NETWORK, "--hosts", "2", "--ranks", "2", "--rate", "1000", "--rounds", "2", "--json"]
+    ended = subprocess.run(
+        [*command, "--contenders", "ddp", "fusion"], capture_output=True, text=True, timeout=300, check=False
+    )
+    if "cannot run here" in ended.stderr:
+        pytest.skip(ended.stderr.strip())
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)["mlp5 2x2"]
+    for name, row in found["contenders"].items():
+        least = found["gradient_bytes"]  # 2 (H-1)/H of them, for two hosts
+        assert max(row["bytes"]) <= 1.02 * least, name
+        assert min(row["bytes"]) >= 0.98 * least, name  # even over the hosts, and nothing through shared memory
+        assert row["difference"] < 1e-3, name
