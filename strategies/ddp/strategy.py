@@ -52,7 +52,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         find_unused_parameters: Parameters without a gradient: `auto` (handled), `error` (named), `graph` (found before
             backward, by a walk over the autograd graph).
         static_graph: Every step uses the same parameters equally often.
-        transport: Sum of the buckets: `auto`, `shared_memory` (ranks of one host) or `process_group` (gloo, nccl).
+        transport: Sum of the buckets: `auto`, `shared_memory` (inside each host) or `process_group` (gloo, nccl).
         comm_hook: Compression of gradients: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`; or a function
             `hook(state, bucket)`, such as PyTorch's, or its import path.
         comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`), of `local_sgd` (`start_step`, `period`), or

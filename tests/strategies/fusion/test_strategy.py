@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fusion import exchange as exchange_module
 from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups, ordered_sum
@@ -308,6 +309,30 @@ def open_exchange(settings):
 
 def test_no_more_chunks_are_in_flight_than_max_in_flight():
     assert max(run_ranks(chunks_in_flight, 2)) == 2
+
+
+def calls_of_each_chunk():
+    """Return for each chunk the order in which this rank announced receives and started sends."""
+    calls: dict[int, list[str]] = {}
+    for name in ("receive_shards", "send_shards"):
+        original = getattr(exchange_module, name)
+
+        def recorded(shards, group, tag, name=name, original=original):
+            calls.setdefault(tag // 3, []).append(name)
+            return original(shards, group, tag)
+
+        setattr(exchange_module, name, recorded)
+    exchange = open_exchange(FusionSettings(chunk_bytes=400, max_in_flight=2, reduce_dtype=None, sharded=False))
+    exchange.allocate([(1000, torch.float32)])
+    exchange.start(0, where="the test").wait()
+    exchange.close()
+    return calls
+
+
+def test_a_chunk_announces_what_it_receives_before_it_sends():
+    for calls in run_ranks(calls_of_each_chunk, 2):  # or a link carries one direction at a time
+        assert len(calls) == 10
+        assert all(of_chunk == ["receive_shards"] * 2 + ["send_shards"] * 2 for of_chunk in calls.values())
 
 
 class BrokenFlags:
