@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from ..hosts import HostLayout
+from ..host_layout import HostLayout
 from .shared_memory import SharedBucket, SharedMemoryTransport, shard_of
 from .transport import ProcessGroupTransport, Work
 

@@ -11,7 +11,7 @@ import torch
 
 from trainkit.distributed.collectives import gather
 
-from ..hosts import HostLayout, host_name
+from ..host_layout import HostLayout, host_name
 from .bucket import Bucket, GradBucket, ReducerSettings
 from .hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
 from .shared_memory import SharedMemoryTransport, why_no_shared_memory

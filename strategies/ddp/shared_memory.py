@@ -32,7 +32,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore, stopped
 
-from ..hosts import host_name
+from ..host_layout import host_name
 from .transport import Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples

@@ -24,8 +24,8 @@ from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.transport import WaitableWork, WatchedWork
 from .host_copy import Event, open_host_copier
-from .messages import MessageThread, receive_shards, send_shards
 from .partition import equal_shards, split_into_chunks
+from .point_to_point import MessageThread, receive_shards, send_shards
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
 
 _TO_SERVER, _SUM, _WEIGHTS = range(3)  # kinds of messages

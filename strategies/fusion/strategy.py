@@ -27,7 +27,7 @@ from ..ddp.reducer import Unused
 from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
 from ..ddp.timeline import Timeline
-from ..hosts import HostLayout, host_name
+from ..host_layout import HostLayout, host_name
 from .communication_thread import CommunicationThread
 from .exchange import GlooExchange
 from .sharded_optimizer import ShardedOptimizer, check_elementwise, state_dict_without_state

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.hosts import HostLayout
+from trainkit.strategies.host_layout import HostLayout
 
 NETWORK = Path(__file__).parents[2] / "benchmarks/network.py"
 

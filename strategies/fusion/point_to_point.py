@@ -1,4 +1,4 @@
-"""Messages between servers, of which every rank announces what it receives before it sends.
+"""Point-to-point messages between servers, of which every rank announces what it receives before it sends.
 
 gloo sends data only after the receiver has announced the receive, over the connection that carries its own data to the
 sender. In gloo's all-to-all a rank sends before it announces: the later of two ranks sends all of its data first, and

@@ -1,4 +1,4 @@
-"""Hosts: the machines of the ranks, and the ranks that share the memory of one."""
+"""HostLayout: the machines of the ranks, and the ranks that share the memory of one."""
 
 from __future__ import annotations
 
