@@ -12,6 +12,7 @@ While shards are between hosts, backward fills the next buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -120,11 +121,15 @@ def why_not_inside_hosts(hosts: HostLayout, group: dist.ProcessGroup) -> str | N
     return None
 
 
-def open_host_groups(hosts: HostLayout, group: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def open_host_groups(
+    hosts: HostLayout, group: dist.ProcessGroup, *, timeout_seconds: float
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the group of the ranks of this host, and that of the ranks at the same place of every host. Collective."""
     inside, between = (
         dist.new_subgroups_by_enumeration(
-            [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in sets], backend="gloo"
+            [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in sets],
+            backend="gloo",
+            timeout=timedelta(seconds=timeout_seconds),
         )[0]
         for sets in (hosts.ranks, hosts.columns(hosts.fewest_ranks))
     )

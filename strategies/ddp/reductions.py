@@ -178,14 +178,15 @@ def open_transport(name: TransportName, process_group: ProcessGroupTransport) ->
     group, device = process_group.group, process_group.device
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
+    store, seconds = process_group.failure_store, process_group.timeout_seconds
     hosts = HostLayout.of(gather(host_name(), group))
-    reason = why_not_inside_hosts(hosts, group)
-    inside, between = (group, None) if reason is not None or len(hosts.ranks) == 1 else open_host_groups(hosts, group)
+    reason, inside, between = why_not_inside_hosts(hosts, group), group, None
+    if reason is None and len(hosts.ranks) > 1:
+        inside, between = open_host_groups(hosts, group, timeout_seconds=seconds)
     if reason is None:
         reason = next(filter(None, gather(why_no_shared_memory(inside, device), group)), None)
     if reason is None:
         # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
-        store, seconds = process_group.failure_store, process_group.timeout_seconds
         if between is None:
             return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
         names = hosts.ranks_on_host(group.rank())
