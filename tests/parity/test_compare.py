@@ -556,7 +556,7 @@ def largest_differences(run_dir):
     # 25 samples: the last batch has a single one, so that ranks are without.
     for name, num_samples in itertools.product(("perceptron", "plain_conv_net", "gpt"), (24, 25)):
         run = partial(trained, name=name, num_samples=num_samples)
-        single = run(SingleStrategy(device="cpu"), run_dir=run_dir / f"alone_{rank}")
+        single = run(SingleStrategy(device="cpu"), run_dir=run_dir / "alone") if rank == 0 else None
         for accumulate in (1, 3):
             strategies = strategies_of(num_ranks, accumulate)
             steps = {kind: run(made, run_dir=run_dir / "several") for kind, made in strategies.items()}

@@ -12,7 +12,6 @@ from torch.distributed import run as torchrun
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.program import Program
 from trainkit import Callback, Data, TaskModule, Trainer
@@ -55,8 +54,13 @@ class KillInTurn(Callback):
 def train(run_dir: Path, kind: str, *callbacks: Callback) -> None:
     inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
     data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    strategy: Any = DDPStrategy(device="cpu")
+    if kind != "ddp":
+        from trainkit.strategies.fsdp.strategy import FSDPStrategy  # a second for each of the processes
+
+        strategy = FSDPStrategy(device="cpu", units=["Linear"])
     trainer = Trainer(
-        DDPStrategy(device="cpu") if kind == "ddp" else FSDPStrategy(device="cpu", units=["Linear"]),
+        strategy,
         max_duration="3epoch",
         callbacks=[NoteStart(), *callbacks, Checkpoint(every="3step", sharded=kind == "fsdp, sharded")],
         loggers=[],

@@ -14,6 +14,7 @@ import unittest
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -93,6 +94,8 @@ def _pretend(patches: ExitStack) -> None:
     patches.enter_context(mock.patch.object(torch.nn.Module, "cuda", lambda module, *_: module))
     for home in (torch.nn.parallel, torch.nn.parallel.distributed):
         patches.enter_context(mock.patch.object(home, "DistributedDataParallel", DropIn))
+    # Inductor, which is imported and compiles with a C++ compiler for many seconds, is not what is tested here.
+    patches.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
     patches.enter_context(OnCpu())
 
 
