@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -229,7 +229,7 @@ class Trainer:
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
-            if result.exit_reason == "SIGINT" and hasattr(builtins, "__IPYTHON__"):  # which warns of SystemExit
+            if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
                 raise _interrupted(result)
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.prints_run_dir and self.strategy.comm.is_main:

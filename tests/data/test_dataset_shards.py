@@ -82,10 +82,15 @@ def in_turn(lengths):
 
 
 class ThreadRanks:
-    """Ranks in threads, whose objects are gathered as those of processes."""
+    """Ranks in threads, whose objects are gathered as those of processes.
+
+    One runs at a time, until it waits for the others: two that read the state of torch's generator can wait for each
+    other, one with the generator's lock and one with the interpreter's.
+    """
 
     def __init__(self, world_size):
         self.world_size = world_size
+        self.turn = threading.Lock()
         self.barrier = threading.Barrier(world_size, timeout=60)
         self.values = [None] * world_size
         self.gathers = 0
@@ -96,7 +101,8 @@ class ThreadRanks:
 
         def target(rank):
             try:
-                results[rank] = function(self._strategy(rank))
+                with self.turn:
+                    results[rank] = function(self._strategy(rank))
             except BaseException as error:
                 errors.append(error)
                 self.barrier.abort()
@@ -110,16 +116,23 @@ class ThreadRanks:
             raise error
         return results
 
+    def wait_for_others(self):
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
+
     def _strategy(self, rank):
         ranks, strategy = self, FakeRank(rank, self.world_size)
 
         class Gathering(Collectives):
             def all_gather_object(self, value):
                 ranks.values[self.rank] = value
-                ranks.barrier.wait()
+                ranks.wait_for_others()
                 gathered = list(ranks.values)
                 ranks.gathers += self.rank == 0
-                ranks.barrier.wait()
+                ranks.wait_for_others()
                 return gathered
 
         strategy.comm = Gathering(rank=rank, world_size=self.world_size)

@@ -155,7 +155,7 @@ def _pickle(call: object) -> bytes:
         )
     try:
         # As bytes: multiprocessing would share the memory of tensors, and all ranks would train the same weights.
-        if hasattr(sys.modules["__main__"], "__file__"):
+        if not hasattr(sys, "ps1"):
             return pickle.dumps(call)
         import cloudpickle  # the classes of a notebook are in no file that a rank could import: it sends them too
 
