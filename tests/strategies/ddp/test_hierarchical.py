@@ -14,7 +14,7 @@ from trainkit.strategies.ddp.transport import ProcessGroupTransport
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import largest_difference, numbers
-from tests.strategies.fusion.training import Wide, train, trained
+from tests.strategies.fusion.training import FailingOnLastRank, train, trained
 from tests.tasks import Recorder
 from trainkit import Data
 from trainkit.distributed.collectives import gather
@@ -123,14 +123,6 @@ def test_ranks_of_two_hosts_train_to_the_weights_of_one_device(name, bucket_cap_
         # Integer token weights, such as the GPT's, are divided in fp32 in every precision.
         assert difference < (1e-6 if name == "gpt" else 1e-10)
         assert same
-
-
-class FailingOnLastRank(Wide):
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 3:
-            raise ZeroDivisionError("rank 3 cannot go on")
-        return super().training_step(batch)
 
 
 def failing(run_dir) -> None:

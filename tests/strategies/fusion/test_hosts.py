@@ -10,7 +10,7 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import Partly, Wide, train, trained
+from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, train, trained
 from tests.tasks import Recorder
 from trainkit import Data, UserError
 from trainkit.testing import rank_outcomes, run_ranks
@@ -142,14 +142,6 @@ def refused(run_dir):
 def test_one_server_per_host_needs_shared_memory(tmp_path):
     for message in run_ranks(refused, 2, tmp_path):
         assert "servers=host" in message and "strategy.servers=rank" in message
-
-
-class FailingOnLastRank(Wide):
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 3:
-            raise ZeroDivisionError("rank 3 cannot go on")
-        return super().training_step(batch)
 
 
 def failing(thread, run_dir):

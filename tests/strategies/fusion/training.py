@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.equality import Perceptron, StepWeights, make
@@ -65,6 +66,14 @@ class Partly(Perceptron):
 class Wide(Perceptron):
     def build(self):
         self.network = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1))
+
+
+class FailingOnLastRank(Wide):
+    def training_step(self, batch):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 3 and dist.get_rank() == 3:
+            raise ZeroDivisionError("rank 3 cannot go on")
+        return super().training_step(batch)
 
 
 def naive_bytes_per_server(variables: Sequence[int], world_size: int) -> list[int]:
