@@ -83,7 +83,7 @@ def _unequal(found):
 
 @pytest.mark.slow
 def test_two_replicas_on_one_device_have_the_weights_of_one_process():
-    assert _unequal(_outcomes("dp", [name for name in NAMES if name not in OF_DP])) == {}
+    assert _unequal(_outcomes("dp", tasks.in_chains(name for name in NAMES if name not in OF_DP))) == {}
 
 
 @pytest.mark.slow
@@ -94,5 +94,5 @@ def test_two_ranks_have_the_weights_of_one_process(kind):
         names = [name for name in names if name not in OF_FSDP]
     if kind == "torch_ddp":  # which trains no phases
         names = [name for name in names if name not in OF_TORCH_DDP and name not in tasks.IN_PHASES]
-    for found in run_ranks(_outcomes, 2, kind, names, timeout=600):
+    for found in run_ranks(_outcomes, 2, kind, tasks.in_chains(names), timeout=600):
         assert _unequal(found) == {}

@@ -2,7 +2,6 @@
 
 import copy
 import re
-from functools import partial
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.training import Training, make, step_batches
 from tests.strategies.pipeline.zoo import tasks
-from tests.strategies.pipeline.zoo.chain import Chain
 from tests.strategies.pipeline.zoo.comparison import (
     difference,
     differences,
@@ -46,8 +44,7 @@ ONE_OF_EACH_KIND = [
     *("PointerElsewhere", "TeacherThroughData", "Clamped", "Normalized", "ExtraState", "CountedPhases", "Adversarial"),
     *("a mask that is passed on", "packed sequences", "a generator of numpy", "a changed argument"),
 ]
-PIECES = [piece for name, piece in tasks.PIECES.items() if name in tasks.EQUAL]
-AT_ONCE = 6
+CHAINS = tasks.in_chains([name for name in tasks.PIECES if name in tasks.EQUAL])
 _WARNS = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 OF_ONE_STEP = [name for name in tasks.EQUAL if name not in tasks.IN_PHASES]
 WHOLE = [name for name in OF_ONE_STEP if name in tasks.SMALL and name not in tasks.PIECES]
@@ -64,8 +61,8 @@ def _every_cut(graph):
     return [[place] for place in places(graph)]
 
 
-def _every_other_cut(graph, *, first):
-    return [[place] for place in places(graph)[first % 2 :: 2]]
+def _every_cut_at_once(graph):
+    return [places(graph)]
 
 
 def _some_cuts(graph):
@@ -82,9 +79,9 @@ def test_the_tasks_in_phases_are_known():
 
 
 @_WARNS
-@pytest.mark.parametrize("first", range(0, len(PIECES), AT_ONCE))
-def test_pieces_one_behind_the_other_train_in_four_stages_as_in_one(first):
-    found = differences(partial(Chain, *PIECES[first : first + AT_ONCE]), _four_stages, num_steps=1)
+@pytest.mark.parametrize("name", CHAINS)
+def test_pieces_one_behind_the_other_train_in_four_stages_as_in_one(name):
+    found = differences(tasks.find(name), _four_stages, num_steps=1)
 
     assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
 
@@ -99,9 +96,9 @@ def test_tasks_train_in_four_stages_as_in_one(name):
 
 @pytest.mark.slow
 @_WARNS
-@pytest.mark.parametrize(("number", "name"), [*enumerate(name for name in OF_ONE_STEP if name in tasks.SMALL)])
-def test_a_stage_may_begin_at_every_place(number, name):
-    found = differences(tasks.TASKS[name], _every_cut if tasks.EVERY_CASE else partial(_every_other_cut, first=number))
+@pytest.mark.parametrize("name", tasks.in_chains([name for name in OF_ONE_STEP if name in tasks.SMALL]))
+def test_a_stage_may_begin_at_every_place(name):
+    found = differences(tasks.find(name), _every_cut if tasks.EVERY_CASE else _every_cut_at_once)
 
     assert found
     assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
