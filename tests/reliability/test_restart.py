@@ -1,14 +1,13 @@
 """Under torchrun a killed rank leads to a restart that continues to the weights of an uninterrupted run."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import run as torchrun
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
@@ -17,6 +16,7 @@ from tests.program import Program
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.checkpoint.store import load_from
+from trainkit.distributed.fork_server import start_fork_server
 from trainkit.testing import run_ranks
 
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -69,16 +69,30 @@ def train(run_dir: Path, kind: str, *callbacks: Callback) -> None:
     trainer.fit(Regression(), data, resume="auto")
 
 
+def launch(*arguments: object) -> None:
+    """Start two ranks by torchrun's agent, which restarts them at most twice; ranks are forked, not new programs."""
+    start_fork_server(preload=[__name__, "trainkit.strategies.fsdp.strategy"])
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        max_restarts=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="forkserver",
+        monitor_interval=0.1,
+    )
+    elastic_launch(config, train)(*arguments, KillInTurn())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp, sharded"])
 def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_run(kind, tmp_path):
-    run = str(tmp_path / "run")
-    command = ["--standalone", "--nproc-per-node=2", "--max-restarts=2", "-m", __name__, run, kind]
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     log = tmp_path / "log.txt"
     with log.open("w") as file:
         streams = (0, file.fileno(), file.fileno())
-        with Program(torchrun.main, command, streams=streams, environment=environment) as program:
+        with Program(launch, tmp_path / "run", kind, streams=streams, environment=environment) as program:
             code = program.wait()
     assert code == 0, log.read_text()
     assert (tmp_path / "run" / "starts.txt").read_text() == "0 3 6 "
@@ -86,7 +100,3 @@ def test_restarts_after_killed_ranks_end_with_the_weights_of_an_uninterrupted_ru
     whole, restarted = (in_memory(load_from(tmp_path / name).payload) for name in ("whole", "run"))
     assert restarted["state"]["step"] == whole["state"]["step"] == 12
     assert all(torch.equal(restarted["task"][name], tensor) for name, tensor in whole["task"].items())
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), sys.argv[2], KillInTurn())
