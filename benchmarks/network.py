@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -84,11 +85,8 @@ ip addr add 10.77.0.{number}/24 dev eth0
 ip link set eth0 up
 tc qdisc add dev eth0 root tbf {limit}
 export MASTER_ADDR=10.77.0.1 MASTER_PORT={port} WORLD_SIZE={world_size} GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1
-export LOCAL_WORLD_SIZE={ranks}
-for local in $(seq 0 {last}); do
-    LOCAL_RANK=$local RANK=$(({host} * {ranks} + local)) "$@" & pids="$pids $!"
-done
-for pid in $pids; do wait $pid || exit 1; done
+export LOCAL_WORLD_SIZE={ranks} FIRST_RANK=$(({host} * {ranks}))
+exec "$@"
 """
 
 
@@ -124,7 +122,6 @@ def run_on_hosts(arguments: Sequence[str], *, hosts: int, ranks: int, megabits: 
                 limit=_limit(megabits),
                 port=PORT,
                 ranks=ranks,
-                last=ranks - 1,
                 last_host=hosts - 1,
                 world_size=hosts * ranks,
             )
@@ -266,6 +263,28 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     return {"gradient_bytes": num_bytes, "contenders": found}
 
 
+def run_ranks_of_host(*arguments: Any) -> int:
+    """Fork the ranks of this host, and return 1 if one fails, else 0."""
+    import torch._dynamo  # noqa: F401 # which an optimizer's first step imports, once and not in each rank
+
+    first, count = int(os.environ["FIRST_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=_run_rank, args=(first, local, *arguments)) for local in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return int(any(rank.exitcode for rank in ranks))
+
+
+def _run_rank(first: int, local: int, *arguments: Any) -> None:
+    os.environ.update(RANK=str(first + local), LOCAL_RANK=str(local))
+    found = measure(*arguments)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
 def difference(trained: Model, expected: Model, start: Model) -> float:
     """Return the distance of trained weights from the expected ones, relative to that from the start."""
     triples = zip(trained.parameters(), expected.parameters(), start.parameters(), strict=True)
@@ -308,14 +327,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["mlp5"], choices=list(MODELS))
     parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, *CONTENDERS])
     parser.add_argument("--json", action="store_true", help="print the figures instead of tables")
-    parser.add_argument("--role", choices=("caller", "bridge", "rank"), default="caller", help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=("caller", "bridge", "host"), default="caller", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.role == "rank":
-        found = measure(options.contenders, options.models[0], options.rounds)
-        if dist.get_rank() == 0:
-            print(json.dumps(found))
-        dist.destroy_process_group()
-        return
+    if options.role == "host":
+        sys.exit(run_ranks_of_host(options.contenders, options.models[0], options.rounds))
     if options.role == "caller":
         reason = why_no_hosts()
         if reason is not None:
@@ -326,7 +341,7 @@ def main() -> None:
     layouts = itertools.product(options.models, options.hosts, options.ranks)
     for number, (model, hosts, ranks) in enumerate(layouts):
         title = f"{model}, {hosts} x {ranks} at {options.rate:g} Mbit/s"
-        arguments = ["--role", "rank", "--models", model, "--rounds", str(options.rounds)]
+        arguments = ["--role", "host", "--models", model, "--rounds", str(options.rounds)]
         found = run_on_hosts(
             [*arguments, "--contenders", *options.contenders],
             hosts=hosts,

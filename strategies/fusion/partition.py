@@ -1,7 +1,7 @@
 """Shards of buffers and their servers: pure arithmetic, without tensors or processes.
 
     gradients in order of arrival       | w3 |b3|      w2      |b2| w1 |
-    chunks of at most buffer_mb         |     0     |     1     |   2   |
+    chunks of a buffer                  |     0     |     1     |   2   |
     shards, one for each server         | 0 | 1 | 2 | 0 | 1 | 2 |0 |1 |2|
 
 Shards ignore where parameters begin and end, so every server handles the same number of bytes.

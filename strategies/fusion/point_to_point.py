@@ -90,5 +90,7 @@ def send_shards(shards: Sequence[Tensor], group: dist.ProcessGroup | None, tag: 
 
 
 def _of_others(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[tuple[int, Tensor]]:
-    own = dist.get_rank(group)
-    return [(rank, shard) for rank, shard in enumerate(shards) if rank != own and shard.numel()]
+    """Return the shards of the other ranks, the next rank's first: ranks begin with different ones."""
+    own, size = dist.get_rank(group), len(shards)
+    others = [(own + distance) % size for distance in range(1, size)]
+    return [(rank, shards[rank]) for rank in others if shards[rank].numel()]

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 Servers = Literal["rank", "host"]
 
 MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the memory of a second set
+_LARGEST_CHUNK = MIB // 2  # larger ones of several hosts wait for each other where they meet at one link
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
 _REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16}
 
@@ -57,7 +58,7 @@ class FusionStrategy(DDPStrategy):
     Arguments that are not listed are those of DDPStrategy.
 
     Args:
-        buffer_mb: Size of a buffer in MiB; a larger parameter is sent in several chunks of this size.
+        buffer_mb: Size of a buffer in MiB; through gloo it is sent in chunks of at most half a MiB.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
         reduce_dtype: Dtype in which gradients are sent: their own (`None`), or `bf16`, summed in fp32.
@@ -132,7 +133,7 @@ class FusionStrategy(DDPStrategy):
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
         self.fusion_settings = FusionSettings(
-            int(buffer_mb * MIB), max_in_flight, _REDUCE_DTYPES[reduce_dtype], shard_optimizer
+            min(int(buffer_mb * MIB), _LARGEST_CHUNK), max_in_flight, _REDUCE_DTYPES[reduce_dtype], shard_optimizer
         )
         self._in_backward = optimizer_in_backward
         self._steps_in_backward = False  # what ranks decided

@@ -14,6 +14,7 @@ from torch import nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion import exchange as exchange_module
 from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
+from trainkit.strategies.fusion.point_to_point import _of_others
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups, ordered_sum
 from trainkit.strategies.single import SingleStrategy
@@ -327,6 +328,19 @@ def calls_of_each_chunk():
     exchange.start(0, where="the test").wait()
     exchange.close()
     return calls
+
+
+def first_receiver():
+    return _of_others([torch.ones(1)] * 3, None)[0][0]
+
+
+def test_servers_begin_to_send_to_different_ones():
+    assert run_ranks(first_receiver, 3) == [1, 2, 0]
+
+
+def test_a_buffer_is_sent_in_chunks_of_at_most_half_a_mib():
+    assert FusionStrategy(device="cpu").fusion_settings.chunk_bytes == 2**19
+    assert FusionStrategy(device="cpu", buffer_mb=0.25).fusion_settings.chunk_bytes == 2**18
 
 
 def test_a_chunk_announces_what_it_receives_before_it_sends():
