@@ -152,7 +152,7 @@ class WatchedWork:
             except RuntimeError as broken:
                 error = broken
             time.sleep(SLICE_SECONDS)  # a peer that is just failing gets the time to publish why
-            cause = self.failure_store.root_cause() or f"a rank is gone ({str(error).splitlines()[0]})"
+            raise self.failure_store.broken(error, where=self.where, seconds=waited) from None
         if cause is not None:
             raise stopped(self.where, cause) from None
         if slices > 1:

@@ -143,3 +143,57 @@ def test_only_errors_of_broken_collectives_mean_a_lost_rank():
     assert is_lost(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711"))
     assert not is_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost(ValueError("Connection closed by peer"))
+
+
+# ---- Machines and links that are down
+
+
+class SilentStore:
+    """A store on a machine that no longer sends."""
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait()
+        return True
+
+
+def cause_with_a_silent_store() -> tuple[str | None, str | None]:
+    failure_store.STORE_SECONDS = 0.1
+    store = FailureStore(dist.group.WORLD, token="silent")
+    store.store = SilentStore()
+    first = store.root_cause()
+    store.store = None  # and nobody asks it again
+    return first, store.root_cause()
+
+
+def test_a_store_that_does_not_answer_is_the_cause_and_is_asked_once() -> None:
+    first, second = run_ranks(cause_with_a_silent_store, 1)[0]
+    assert first == second
+    assert "has not answered for 0 s: its machine or the link to it is down" in str(first)
+
+
+def errors_of_two_hosts() -> tuple[str, str]:
+    failure_store.socket.gethostname = lambda: f"host{dist.get_rank()}"
+    failure_store.ANSWER_SECONDS = failure_store.POLL_SECONDS = 0.2
+    store = FailureStore(dist.group.WORLD, token="hosts")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return "", ""
+    watchdog = RankWatchdog(store, step=lambda: 7, describe=lambda frames: "somewhere")
+    gone, late = (
+        str(store.broken(RuntimeError(text), where="a sum", seconds=3.0))
+        for text in ("Connection closed by peer", "Timed out waiting 3000ms")
+    )
+    watchdog.close()
+    dist.barrier()
+    return gone, late
+
+
+def test_the_host_of_a_rank_that_does_not_answer_is_named() -> None:
+    gone, late = run_ranks(errors_of_two_hosts, 2)[0]
+    assert gone == (
+        "stopped while waiting in a sum, because a rank is gone (Connection closed by peer); no answer from "
+        "rank 1 on host1"
+    )
+    assert "rank 0 timed out after 3 s in a sum" in late
+    assert late.endswith("  rank 0 on host0: waits\n  rank 1 on host1: has not come, and does not answer")

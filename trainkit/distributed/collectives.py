@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, stopped, timed_out
+from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.tree import concatenate
 
 T = TypeVar("T")
@@ -235,11 +235,7 @@ class ProcessGroupCollectives(Collectives):
         """Raise RankError instead of an error that does not name the root cause."""
         if self.failure_store is None or isinstance(error, RankError) or not is_lost(error):
             return
-        cause = self.failure_store.root_cause()
-        if cause is None and "imed out" in str(error):
-            raise timed_out(self.failure_store, where=where, seconds=self.timeout_seconds) from None
-        cause = cause or f"a rank is gone ({str(error).splitlines()[0]})"
-        raise stopped(where, cause) from None
+        raise self.failure_store.broken(error, where=where, seconds=self.timeout_seconds) from None
 
 
 class StopConsensus:

@@ -6,14 +6,17 @@ rank 1   hangs in a read              its watchdog thread inspects the main thre
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -25,11 +28,13 @@ WAITING_KEY = "waiting"
 QUESTION_KEY = "where are you"
 ANSWER_SECONDS = 3.0  # to wait for the answers to a question
 POLL_SECONDS = 1.0  # between two checks for a question
+STORE_SECONDS = 10.0  # to wait for the store, which answers at once unless its machine or the link to it is down
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 """Parts of the messages of errors that are raised when a rank is gone."""
 _LOST = (*GONE, "Timed out waiting", "wait timeout")
 
+_T = TypeVar("_T")
 _NOT_THE_USERS = frozenset({"torch", "trainkit", *sys.stdlib_module_names})
 
 
@@ -63,23 +68,28 @@ class FailureStore:
         self.rank, self.world_size = group.rank(), group.size()
         self.is_answered = False  # True while a RankWatchdog of each rank answers questions
         self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", _store_of(group))
+        self._is_silent = False  # True once the store has not answered
+        self.store.set(f"host/{self.rank}", socket.gethostname())
 
     def publish(self, message: str) -> None:
         """Store `message` as the root cause unless another rank was first."""
         with suppress(dist.DistNetworkError):  # no rank can read it then
-            if self.store.add(f"{FAILURE_KEY}/count", 1) == 1:
-                self.store.set(FAILURE_KEY, message)
+            if self._answer(lambda: self.store.add(f"{FAILURE_KEY}/count", 1)) == 1:
+                self._answer(lambda: self.store.set(FAILURE_KEY, message))
 
     def root_cause(self) -> str | None:
         """Return the message of the rank that failed first; `None` if no rank has failed."""
         try:
             return self._read(FAILURE_KEY)
         except dist.DistNetworkError:
-            return "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
+            keeper = "the process that kept the ranks' store, rank 0 or the one that started them,"
+            if self._is_silent:
+                return f"{keeper} has not answered for {STORE_SECONDS:.0f} s: its machine or the link to it is down"
+            return f"{keeper} is gone"
 
     def note_waiting(self, where: str) -> None:
         """Store that this rank has been waiting in `where` for a while; "": it waits no more."""
-        self.store.set(f"{WAITING_KEY}/{self.rank}", where)
+        self._answer(lambda: self.store.set(f"{WAITING_KEY}/{self.rank}", where))
 
     def check(self, *, where: str, waited: float, timeout_seconds: float) -> None:
         """Store that this rank waits in `where`; raise RankError if a rank has failed, or after the timeout.
@@ -93,21 +103,47 @@ class FailureStore:
         if waited > timeout_seconds:
             raise timed_out(self, where=where, seconds=waited)
 
+    def broken(self, error: RuntimeError, *, where: str, seconds: float) -> RankError:
+        """Return the error of a rank whose collective in `where` ended after `seconds` with an error of the backend.
+
+        It names the root cause, or who waits where, or the ranks that do not answer.
+        """
+        cause = self.root_cause()
+        if cause is None and "imed out" in str(error):
+            return timed_out(self, where=where, seconds=seconds)
+        return stopped(where, cause or f"a rank is gone ({str(error).splitlines()[0]}){self._who_is_silent()}")
+
     def who_waits(self) -> str:
         """Return one line for each rank: the place where it waits, or its position if it is not waiting."""
-        places = self._ask() if self.is_answered else {}
+        places, names = self._ask() if self.is_answered else {}, self._names()
         lines = []
-        for rank in range(self.world_size):
+        for rank, name in enumerate(names):
             where = self._read(f"{WAITING_KEY}/{rank}")
             if rank == self.rank or where:
-                lines.append(f"  rank {rank}: waits" + (f" in {where}" if where else ""))
+                lines.append(f"  {name}: waits" + (f" in {where}" if where else ""))
+            elif rank in places:
+                lines.append(f"  {name}: has not come; it is in {places[rank]}")
             else:
-                lines.append(f"  rank {rank}: has not come" + (f"; it is in {places[rank]}" if rank in places else ""))
+                lines.append(f"  {name}: has not come" + (", and does not answer" if self.is_answered else ""))
         return "\n".join(lines)
+
+    def _who_is_silent(self) -> str:
+        """Return the ranks that do not answer as the end of a sentence; "" if that is not known."""
+        if not self.is_answered:
+            return ""
+        answered = {self.rank, *self._ask()}
+        silent = [name for rank, name in enumerate(self._names()) if rank not in answered]
+        return f"; no answer from {', '.join(silent)}" if silent else ""
+
+    def _names(self) -> list[str]:
+        """Return what each rank is called: its number, with its host if there are several."""
+        hosts = [self._read(f"host/{rank}") for rank in range(self.world_size)]
+        several = len(set(hosts)) > 1
+        return [f"rank {rank}" + (f" on {host}" if several else "") for rank, host in enumerate(hosts)]
 
     def _ask(self) -> dict[int, str]:
         """Ask for the position of every rank; return those that answer in time."""
-        question = self.store.add(QUESTION_KEY, 1)
+        question = self._answer(lambda: self.store.add(QUESTION_KEY, 1))
         places: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
         while len(places) < self.world_size and time.monotonic() < deadline:
@@ -121,7 +157,31 @@ class FailureStore:
         return places
 
     def _read(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        if not self._answer(lambda: self.store.check([key])):
+            return None
+        return self._answer(lambda: self.store.get(key)).decode()
+
+    def _answer(self, question: Callable[[], _T]) -> _T:
+        """Return what the store answers; raise DistNetworkError if it is gone or silent.
+
+        Asked on a thread: torch's store waits without a limit for a machine that no longer sends.
+        """
+        if self._is_silent:
+            raise dist.DistNetworkError("the store has not answered before")
+        answer: Future[_T] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="trainkit-store", daemon=True).start()
+        try:
+            return answer.result(STORE_SECONDS)
+        except TimeoutError:
+            self._is_silent = True
+            raise dist.DistNetworkError("the store does not answer") from None
 
 
 class RankWatchdog:
