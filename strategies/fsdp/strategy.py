@@ -60,7 +60,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank; their gradients are summed once, at the end of the last one,
             and take the memory of all parameters until then.
-        micro_batch_size: Most samples on one device at once.
+        micro_batch_size: Most samples on one device at once; `auto`: grows while measured memory allows (CUDA).
         units: Modules whose parameters are gathered together: `auto` (repeated blocks), or names, patterns of names
             and classes. An empty list: the task is one unit.
         min_unit_mb: MiB of parameters that make a block a unit, with `units=auto`.
@@ -79,6 +79,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     """
 
     shards_parameters = True
+    grows_micro_batch = True  # a rank that left a step would leave others waiting for its shards
     collectives = LockstepCollectives
 
     def __init__(
@@ -140,6 +141,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
                 "torch, or set strategy=ddp."
+            )
+        if self.auto_micro_batch and device_type != "cuda":
+            raise UserError(
+                "strategy.micro_batch_size=auto measures the memory of CUDA devices under strategy=fsdp, and this run "
+                f"is on {device_type}. Set strategy.micro_batch_size to a number."
             )
         if precision.name == "fp16-mixed" and self.offload is not None:
             raise UserError(

@@ -738,7 +738,6 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"micro_batch_size": "auto"}, "micro_batch_size=auto does not work with FSDPStrategy"),
         ({"min_unit_mb": -1}, "min_unit_mb must be at least 0"),
         ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
         ({"offload": "gpu"}, "offload='gpu' is unknown.* Choose null or cpu"),
@@ -756,6 +755,7 @@ def test_wrong_settings_are_rejected(arguments, message):
     ("arguments", "precision", "message"),
     [
         ({}, "bf16-true", "does not support bf16-true"),
+        ({"micro_batch_size": "auto"}, "fp32", "auto measures the memory of CUDA devices .* and this run is on cpu"),
         (
             {"offload": "cpu"},
             "fp32",
