@@ -133,8 +133,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def validate(self, task: TaskModule, precision: Precision) -> str:
         """Return the kind of device of the ranks.
 
-        Raises UserError for unavailable devices, backends or packages, a torch without `fully_shard`, a precision
-        without support, and a `reduce_dtype` that gradients have already.
+        Raises UserError for unavailable devices, backends or packages, a torch without `fully_shard`, settings that
+        the device or the precision does not support, and a `reduce_dtype` that gradients have already.
         """
         device_type = super().validate(task, precision)
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
@@ -156,11 +156,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
                 f"{device_type}. Set strategy.offload=null."
-            )
-        if precision.name == "bf16-true":
-            raise UserError(
-                "strategy=fsdp does not support bf16-true: the weights would differ from those of other strategies by "
-                "more than rounding. Set trainer.precision=bf16-mixed, or strategy=ddp."
             )
         own = {precision.batch_type or parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
         if own == {REDUCE_DTYPES[self.reduce_dtype]}:
@@ -247,9 +242,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 )
             for parameter in group["params"]:
                 local = self._locals.get(id(parameter))
-                if local is not None and parameter in optimizer.state:  # momentum, made in advance
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[local] = {key: value.to_local() for key, value in state.items()}
+                if local is not None and parameter in optimizer.state:  # made in advance
+                    state = optimizer.state.pop(parameter).items()
+                    optimizer.state[local] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state}
             group["params"] = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
         phase_optimizer.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")

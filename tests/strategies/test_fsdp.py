@@ -28,6 +28,7 @@ from trainkit.strategies.dp import DataParallelStrategy
 from trainkit.strategies.fsdp import sharded_task
 from trainkit.strategies.fsdp.sharded_task import choose_units
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion.sharded_optimizer import ELEMENTWISE
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -39,7 +40,7 @@ from tests.loops.test_phases import samples as adversarial_samples
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes
 from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
-from tests.tasks import StopAt
+from tests.tasks import StopAt, assert_close
 from trainkit import Callback, Data, TaskModule, Trainer, UserError, deferred_init
 from trainkit.distributed.failure_store import RankError
 from trainkit.optim.precision import Precision
@@ -312,6 +313,51 @@ def test_what_rounds_trains_to_nearly_the_weights_of_one_device(num_ranks, names
         assert list(found) == names
         for name, apart in found.items():
             assert TOLERANCE < apart < 5e-3, (name, apart)
+
+
+class Optimized(Language):
+    """Is trained by the optimizer of a name."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1 if self.optimizer == "SGD" else 0.01)
+
+
+def differences_by_optimizer(names: list[str], folder: str) -> dict[str, float]:
+    found = {}
+    for name in names:
+        alone, task = Optimized(name), Optimized(name)
+        settings = {"max_duration": "2step", "evaluate_every": None}
+        fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()} {name}", **settings)
+        fit(FSDPStrategy(device="cpu", units=["Block"]), task, f"{folder}/{name}", **settings)
+        task.seen.copy_(alone.seen)
+        found[name] = distance(task, alone)
+    return found
+
+
+def test_every_optimizer_of_elements_trains_shards_to_the_weights_of_one_device(tmp_path):
+    names = [kind.__name__ for kind in ELEMENTWISE]
+    for found in run_ranks(differences_by_optimizer, 2, names, str(tmp_path)):
+        assert list(found) == names and max(found.values()) < TOLERANCE, found
+
+
+def in_bf16(folder: str) -> None:
+    for name in ("SGD", "AdamW"):
+        for layout in ({}, {"reduce_dtype": "fp32"}):
+            ours, theirs = Optimized(name), Optimized(name)
+            for strategy, task in ((FSDPStrategy, ours), (DDPStrategy, theirs)):
+                arguments = layout if strategy is FSDPStrategy else {}
+                run_dir = f"{folder}/{strategy.__name__} {name} {len(layout)}"
+                fit(strategy(device="cpu", accumulate=2, **arguments), task, run_dir, precision="bf16-true")
+            assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+            assert_close(ours, theirs, rtol=2**-7, atol=4e-3)  # one bit of weights from 0.5 to 1
+
+
+def test_16_bits_are_trained_as_by_ddp(tmp_path):
+    run_ranks(in_bf16, 2, str(tmp_path))
 
 
 # ---- Compiling
@@ -754,7 +800,7 @@ def test_wrong_settings_are_rejected(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "precision", "message"),
     [
-        ({}, "bf16-true", "does not support bf16-true"),
+        ({"reduce_dtype": "bf16"}, "bf16-true", "reduce_dtype=bf16 does nothing"),
         ({"micro_batch_size": "auto"}, "fp32", "auto measures the memory of CUDA devices .* and this run is on cpu"),
         (
             {"offload": "cpu"},
