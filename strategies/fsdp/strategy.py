@@ -66,6 +66,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         min_unit_mb: MiB of parameters that make a block a unit, with `units=auto`.
         reshard_after_forward: Free a unit after its forward and gather it again in backward; a number: keep it
             within groups of that many ranks until then.
+        prefetch: Units whose parameters are gathered ahead while one runs; `None`: PyTorch's own choice, about one.
         replicate: Groups of ranks that each hold the whole task in shards: parameters are gathered inside a group, and
             gradients summed between groups too.
         reduce_dtype: Dtype in which gradients are sent and summed: their own (`None`), `bf16`, `fp16` or `fp32`.
@@ -92,6 +93,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         units: Units = "auto",
         min_unit_mb: float = 1.0,
         reshard_after_forward: bool | int = True,
+        prefetch: int | None = None,
         replicate: int = 1,
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         offload: Literal["cpu"] | None = None,
@@ -111,6 +113,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"reshard_after_forward must be true, false or a number of ranks, got {reshard_after_forward!r}."
             )
+        if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1):
+            raise UserError(f"prefetch must be null or a whole number of units, at least 1, got {prefetch!r}.")
         if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
             raise UserError(f"replicate must be a whole number of groups, at least 1, got {replicate!r}.")
         if reduce_dtype not in REDUCE_DTYPES:
@@ -123,6 +127,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(f"offload={offload!r} is unknown.{nearest(str(offload), ['cpu'])} Choose null or cpu.")
         self.units, self.min_unit_mb, self.offload = units, min_unit_mb, offload
         self.reshard_after_forward, self.replicate, self.reduce_dtype = reshard_after_forward, replicate, reduce_dtype
+        self.prefetch = prefetch
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._last: Any = None  # this rank's most recent batch
@@ -156,6 +161,13 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
                 f"{device_type}. Set strategy.offload=null."
+            )
+        min_bytes = self.min_unit_mb * MIB
+        if self.prefetch is not None and len(choose_units(task, self.units, min_bytes=min_bytes)) == 1:
+            raise UserError(
+                f"strategy.prefetch={self.prefetch} gathers units ahead, and {type(task).__name__} is one unit with "
+                f"strategy.units={self.units} and min_unit_mb={self.min_unit_mb:g}. Set strategy.prefetch=null, or "
+                "name units, such as strategy.units=[blocks.*]."
             )
         own = {precision.batch_type or parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
         if own == {REDUCE_DTYPES[self.reduce_dtype]}:
@@ -198,6 +210,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 num_shards=self.comm.world_size // self.replicate,
                 replicate=self.replicate,
                 reshard_after_forward=self.reshard_after_forward,
+                prefetch=self.prefetch or 1,
             )
             logger.info("fsdp:\n%s", plan)
             if self.log_dir is not None:
@@ -214,6 +227,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             units,
             mesh,
             reshard_after_forward=self.reshard_after_forward,
+            prefetch=self.prefetch,
             reduce_dtype=REDUCE_DTYPES[self.reduce_dtype],
             offload=self.offload is not None,
             records=records,
@@ -429,8 +443,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         with self.comm.waiting(where), self._task.explained(step_name):
             with self.precision.forward():
                 returned = self._task.run(step_name, self._move_for_evaluation(batch))
-            self._task.reshard()
-        self._task.take_calls()
+            self._task.end_evaluation()
         return returned
 
     # ---- State, full and the same as under every other strategy

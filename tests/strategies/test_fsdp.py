@@ -141,6 +141,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "nested units": ({}, {"units": ["blocks.*", "LSTM"]}, {"max_grad_value": 0.01}),
     "accumulated": ({}, {"units": ["Block"], "accumulate": 2}, {"max_grad_norm": 0.05}),
     "weighted": ({"weighted": True}, {"units": ["Block"], "micro_batch_size": 1}, {"max_grad_norm": 0.05}),
+    "one ahead": ({}, {"units": ["Block", "LSTM"], "prefetch": 1}, {"max_grad_norm": 0.05}),
+    "two ahead": ({"twice": True}, {"units": ["blocks.*", "LSTM"], "prefetch": 2, "accumulate": 2}, {}),
     "several forwards": ({"twice": True}, {"units": ["Block"]}, {"on_nonfinite": "skip"}),
     "frozen": ({"frozen": True}, {"units": ["Block"], "accumulate": 2}, {"fused_optimizer": False}),
     "replicated": ({}, {"units": ["Block"], "replicate": 2, "accumulate": 2}, {"max_grad_norm": 0.05}),
@@ -192,7 +194,7 @@ def differences_from_single(alone: Alone, folder: str) -> dict[str, tuple[float,
     return found
 
 
-ON_TWO = ["blocks", "accumulated", "weighted", "several forwards"]
+ON_TWO = ["blocks", "two ahead", "accumulated", "weighted", "several forwards"]
 ON_ANY = [name for name in CASES if name != "replicated"]
 
 
@@ -214,6 +216,29 @@ def test_weights_and_losses_are_those_of_one_device(num_ranks, names, trained_al
             assert weights < TOLERANCE and losses < TOLERANCE < start, name
     for name in {"blocks", "replicated"}.intersection(names):
         assert "blocks.2" in (tmp_path / name / "partition.txt").read_text()
+
+
+class Skipping(Language):
+    """Evaluates without its second block."""
+
+    def validation_step(self, batch: Any) -> Any:
+        words, targets = batch
+        hidden = self.recurrent(self.blocks[2](self.blocks[0](self.words(words))))[0]
+        return {"loss": nn.functional.cross_entropy(self.head(hidden).transpose(1, 2), targets)}
+
+
+def difference_after_evaluations(folder: str) -> float:
+    alone, task = Skipping(), Skipping()
+    strategies = SingleStrategy(device="cpu"), FSDPStrategy(device="cpu", units=["Block"], prefetch=1)
+    for number, (strategy, trained) in enumerate(zip(strategies, (alone, task), strict=True)):
+        run_dir = f"{folder}/{number or f'single {dist.get_rank()}'}"
+        fit(strategy, trained, run_dir, callbacks=[EMA(decay=0.5)], evaluate_every="1step")
+    task.seen.copy_(alone.seen)
+    return distance(task, alone)
+
+
+def test_a_unit_that_was_gathered_for_an_evaluation_without_it_trains_from_its_own_weights(tmp_path):
+    assert max(run_ranks(difference_after_evaluations, 2, str(tmp_path))) < TOLERANCE
 
 
 def differences_in_phases(folder: str) -> list[float]:
@@ -788,6 +813,7 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
         ({"offload": "gpu"}, "offload='gpu' is unknown.* Choose null or cpu"),
         ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
+        ({"prefetch": 0}, "prefetch must be null or a whole number of units, at least 1, got 0"),
         ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
         ({"devices": 0}, "at least 1"),
     ],
@@ -800,6 +826,11 @@ def test_wrong_settings_are_rejected(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "precision", "message"),
     [
+        (
+            {"prefetch": 2, "units": []},
+            "fp32",
+            r"prefetch=2 gathers units ahead, and Language is one unit with .*=\[\]",
+        ),
         ({"reduce_dtype": "bf16"}, "bf16-true", "reduce_dtype=bf16 does nothing"),
         ({"micro_batch_size": "auto"}, "fp32", "auto measures the memory of CUDA devices .* and this run is on cpu"),
         (
