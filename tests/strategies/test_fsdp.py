@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import Any
 from unittest.mock import Mock
 
@@ -413,6 +415,41 @@ def test_compiled_units_train_to_the_weights_of_eager_ones(tmp_path):
     for apart, graphs in run_ranks(compiled_and_eager, 2, str(tmp_path), timeout=150):
         assert apart < TOLERANCE
         assert graphs > 3, "each unit is compiled"
+
+
+class Layers(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.blocks(self.words(words))
+
+    def training_step(self, batch: Any) -> Any:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def compiled_by_inductor(folder: str) -> tuple[float, float, int]:
+    """Return the difference of weights from one device and from the start, and the number of compiled kernels."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    start, alone, compiled = Layers().double(), Layers(), Layers()
+    settings = {"max_duration": "1step", "evaluate_every": None}
+    fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()}", **settings)
+    fit(FSDPStrategy(device="cpu", units=["Block"]), compiled, f"{folder}/fsdp", compile=True, **settings)
+    return distance(compiled, alone), distance(compiled, start), torch._inductor.metrics.generated_kernel_count
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
+def test_units_that_inductor_compiles_train_to_the_weights_of_one_device(tmp_path):
+    for apart, moved, kernels in run_ranks(compiled_by_inductor, 2, str(tmp_path), timeout=300):
+        assert apart < TOLERANCE < moved and kernels > 0
 
 
 # ---- A task that is never whole anywhere
