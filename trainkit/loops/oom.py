@@ -132,12 +132,13 @@ class GrowingMicroBatch(AutoMicroBatch):
     def _grow(self, num_samples: int, free: int) -> None:
         """Choose the size of a step in which this rank has so many samples, and so many bytes are free; collective."""
         run, size = self._run, self._size
-        gathered = run.strategy.comm.all_gather_object((num_samples, self._needed, -free))
-        largest, needed, lacking = map(max, zip(*gathered, strict=True))
+        gathered = run.strategy.comm.all_gather_object((num_samples, self._needed, free))
+        samples, bytes_needed, bytes_free = zip(*gathered, strict=True)
+        largest, needed = max(samples), max(bytes_needed)
         fits = True  # 2 * size, in constant + slope * 2 * size bytes
         if self._is_measured:
             slope = max(needed - self._needed_before, 0) / (size - size // 2)
-            fits = (needed + slope * size) * _MARGIN <= -lacking
+            fits = (needed + slope * size) * _MARGIN <= min(bytes_free)
             self._size, self._needed_before = 2 * size if fits else size, needed
         self._is_measured = largest >= self._size
         if not fits or self._size >= (largest if run.plan is None else run.plan.micro_batch_size):
