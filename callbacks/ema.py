@@ -32,6 +32,8 @@ class WeightAveraging(Callback):
     averaged too, others are copied. Subclasses define `update_weight`.
     """
 
+    loads_from_disk = True
+
     def __init__(self, *, load_average_at_end: bool) -> None:
         self.load_average_at_end = load_average_at_end
         self._reset()
@@ -39,7 +41,7 @@ class WeightAveraging(Callback):
     def _reset(self) -> None:
         self._average: dict[str, Tensor] = {}  # of the local weights
         self._pairs: tuple[list[Tensor], list[Tensor]] | None = None  # average and weights, if all are parameters
-        self._restored: Mapping[str, Tensor] = {}  # the average of the full task, from a checkpoint
+        self._restored: Mapping[str, Tensor] = {}  # the average of the full task, in the file of a checkpoint
         self._updates = 0
         self._seen_step = 0
         self._is_swapped = False
@@ -106,6 +108,8 @@ class WeightAveraging(Callback):
 
     def _update(self, run: Run) -> None:
         """Update the average once per step: an evaluation comes before the end of its step."""
+        if self._restored:
+            self._aligned_weights(run)  # before the file may be replaced
         if run.state.step == self._seen_step:
             return
         self._seen_step = run.state.step

@@ -101,14 +101,15 @@ def _advice(run: Run) -> Iterable[str]:
         yield f"now: {run.plan}"
         if samples > 1:
             yield f"strategy.micro_batch_size={samples // 2}: the same global batch, in smaller micro-batches"
-            yield "strategy.micro_batch_size=auto: halved automatically when memory runs out"
+            if not run.strategy.auto_micro_batch:
+                yield "strategy.micro_batch_size=auto: a size that fits is found automatically"
     if run.precision.name == "fp32":
         yield "trainer.precision=bf16-mixed: half the memory of activations"
     yield "trainer.activation_checkpointing=['<pattern of your blocks>']: a third more time, much less memory"
     if run.strategy.device.type == "cuda":
         yield "trainer.offload_activations=true: activations are kept in host memory until backward"
-    if _optimizer_tensors(run):
-        yield "strategy=fusion strategy.shard_optimizer=true: each rank keeps its shard of the optimizer state only"
+    if not run.strategy.shards_parameters:
+        yield "strategy=fsdp: each rank keeps its shard of parameters, gradients and optimizer state only"
 
 
 def _optimizer_tensors(run: Run) -> list[Tensor]:

@@ -108,7 +108,7 @@ class MultiProcessStrategy(Strategy):
 
     def validate(self, task: TaskModule, precision: Precision) -> str:
         """Return the kind of device of the ranks; raises UserError for unavailable devices, backends or packages."""
-        kind = super().validate(task, precision)
+        kind = self._device_kind()
         if self.ranks.launcher == "ray":
             if find_spec("ray") is None:
                 raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit-torch[ray]'")
@@ -154,10 +154,16 @@ class MultiProcessStrategy(Strategy):
         if self.ranks.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
-            on_gpus = pick_device(self._requested_device).type == "cuda"
+            on_gpus = self._device_kind() == "cuda"
             launch = partial(launch_on_ray, environment=environment_of_caller(self.log_dir), on_gpus=on_gpus)
         run = partial(self._run_or_publish, run)
         return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
+
+    def _device_kind(self) -> str:
+        """Return the kind of device of the ranks; a Ray cluster may have GPUs that the caller lacks."""
+        if self.ranks.launcher == "ray" and self._requested_device == "cuda":
+            return "cuda"
+        return pick_device(self._requested_device).type
 
     def _enter(self, environment: RankEnvironment) -> None:
         """Become the rank of the environment; called first in a started process."""

@@ -29,6 +29,9 @@ class Callback:
     `validate`, `test` and `predict` call `on_evaluation_start`, `on_evaluation_end` and `close`.
     """
 
+    loads_from_disk: bool = False
+    """True if `load_state_dict` takes tensors that are on the disk, in a file that a later save may replace."""
+
     def on_fit_start(self, run: Run) -> None:
         """Everything is prepared, or restored when resuming; no step has been made."""
 

@@ -164,23 +164,49 @@ def covered_seconds(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on a CUDA device."""
+
+    peak: int
+    """Most bytes of tensors since the last measurement."""
+    used: int
+    """Bytes of tensors now."""
+    free: int
+    """Bytes that further tensors can have."""
+
+
 class PeakMemoryTracker:
     """Peak memory of tensors on a CUDA device; the only place that resets torch's peak, so that several may read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._step: int | None = None
-        self._before = 0  # of the run, up to the last log point
+        self._before = 0  # of the run, up to the last reset
         self._between = 0
+        self._since_log = 0  # up to the last measurement
+
+    def measure(self) -> DeviceMemory:
+        """Return the memory of the device, and begin a new peak for the next measurement."""
+        device = self._device
+        peak, used = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+        self._restart(peak)
+        return DeviceMemory(peak, used, free)
 
     def between_logs(self, step: int) -> int:
         """Return the peak bytes since the log point before the one of `step`."""
         if step != self._step:
-            self._step, self._between = step, torch.cuda.max_memory_allocated(self._device)
-            self._before = max(self._before, self._between)
-            torch.cuda.reset_peak_memory_stats(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self._step, self._between = step, max(self._since_log, peak)
+            self._restart(peak)
+            self._since_log = 0
         return self._between
 
     def of_run(self) -> int:
         """Return the peak bytes since the run started in this process."""
         return max(self._before, torch.cuda.max_memory_allocated(self._device))
+
+    def _restart(self, peak: int) -> None:
+        self._before, self._since_log = max(self._before, peak), max(self._since_log, peak)
+        torch.cuda.reset_peak_memory_stats(self._device)

@@ -50,7 +50,7 @@ class Strategy:
         device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
         accumulate: Micro-batches of a step on each rank; the global batch must be divisible by it.
         micro_batch_size: Maximum number of samples on one device at once, instead of `accumulate`. `auto`, if the
-            strategy supports it, halves the size whenever a micro-batch does not fit into memory.
+            strategy supports it, finds the size that fits into memory.
 
     """
 
@@ -63,6 +63,8 @@ class Strategy:
 
     The caller then drops the gradients, sets a smaller `micro_batch_size`, and computes the step again.
     """
+    grows_micro_batch: bool = False
+    """True if `micro_batch_size=auto` grows the size as far as memory allows: no step can be computed again."""
 
     shards_parameters: bool = False
     """True if each rank holds a shard of every parameter, and `local_state` returns shards."""
@@ -79,10 +81,10 @@ class Strategy:
         self.auto_micro_batch = micro_batch_size == "auto"
         """True if the size of micro-batches is found while training."""
         size = None if self.auto_micro_batch else micro_batch_size
-        if self.auto_micro_batch and not self.supports_auto_micro_batch:
+        if self.auto_micro_batch and not (self.supports_auto_micro_batch or self.grows_micro_batch):
             raise UserError(
                 f"micro_batch_size=auto does not work with {type(self).__name__}; give a number, or use "
-                "strategy=single, dp, ddp or fusion."
+                "strategy=single, dp, ddp, fusion or fsdp."
             )
         for name, value in (("accumulate", accumulate), ("micro_batch_size", size)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -77,7 +77,9 @@ def choose_units(task: nn.Module, units: Units, *, min_bytes: float) -> list[Uni
     return found
 
 
-def describe_units(units: Sequence[Unit], *, num_shards: int, replicate: int, reshard_after_forward: bool | int) -> str:
+def describe_units(
+    units: Sequence[Unit], *, num_shards: int, replicate: int, reshard_after_forward: bool | int, prefetch: int
+) -> str:
     """Return the table of the units, and the memory of parameters on a rank."""
     total, root = sum(unit.num_bytes for unit in units), units[-1].num_bytes
     width = max(len(unit.name) for unit in units)
@@ -86,12 +88,12 @@ def describe_units(units: Sequence[Unit], *, num_shards: int, replicate: int, re
         whole, part = unit.num_bytes / MIB, unit.num_bytes / MIB / num_shards
         lines.append(f"{unit.name:<{width}}  {whole:8.2f}  {part:10.2f}  {type(unit.module).__name__}")
     largest = sorted((unit.num_bytes for unit in units[:-1]), reverse=True)
-    # The next unit is gathered while one is used; the parameters outside of units stay until the end of backward.
-    gathered = root + (sum(largest[:2]) if reshard_after_forward is True else sum(largest))
+    # The next units are gathered while one is used; the parameters outside of units stay until the end of backward.
+    gathered = root + sum(largest[: 1 + prefetch] if reshard_after_forward is True else largest)
     ranks = f"{num_shards} ranks" if replicate == 1 else f"{num_shards * replicate} ranks in {replicate} groups"
     lines.append(
         f"parameters: {total / MIB:.2f} MiB, {total / MIB / num_shards:.2f} MiB on each of {ranks}; "
-        f"gathered at once, at most: {gathered / MIB:.2f} MiB"
+        f"gathered at once, at most: {gathered / MIB:.2f} MiB, with {prefetch} ahead"
     )
     return "\n".join(lines)
 
@@ -234,6 +236,7 @@ class ShardedTask:
         mesh: DeviceMesh,
         *,
         reshard_after_forward: bool | int,
+        prefetch: int | None,
         reduce_dtype: torch.dtype | None,
         offload: bool,
         records: Mapping[str, Record],
@@ -281,6 +284,9 @@ class ShardedTask:
         with torch.no_grad():
             self._root(None, None)  # completes what PyTorch leaves to the first forward, while all parameters train
         self.reshard()
+        self._prefetches = prefetch is not None
+        if prefetch is not None:
+            self._gather_ahead(prefetch)
         for _, _, original in self._originals:
             original.data = original.new_empty(0)  # a use of it outside of the task's modules must fail
         self.shards = [
@@ -309,6 +315,16 @@ class ShardedTask:
         self._root._apply(with_memory)  # type: ignore[no-untyped-call] # torch does not annotate it
         with torch.no_grad():
             make_real(self.task, device=device, records=records, take=take)
+
+    def _gather_ahead(self, count: int) -> None:
+        """Let each unit gather the next ones ahead, in the order of registration, and in backward the former ones."""
+        *units, root = self._units
+        positions = {id(module): position for position, module in enumerate(self.task.modules())}
+        units.sort(key=lambda unit: positions[id(unit)])
+        forward, backward = [root, *units], [root, *reversed(units)]
+        for index in range(len(forward)):
+            forward[index].set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + count])
+            backward[index].set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + count])
 
     # ---- Steps
 
@@ -351,6 +367,14 @@ class ShardedTask:
         """Free what was gathered: afterwards the task holds shards only."""
         for unit in self._units:
             unit.reshard()
+
+    def end_evaluation(self) -> None:
+        """Free what was gathered, also ahead for units that did not run: it would be taken for new weights later."""
+        for index, unit in enumerate(self._units) if self._prefetches else ():
+            if index not in self._calls:
+                unit.unshard()
+        self.reshard()
+        self._calls.clear()
 
     def take_calls(self) -> int:
         """Return a digest of the order in which units ran since the last call."""

@@ -60,12 +60,13 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank; their gradients are summed once, at the end of the last one,
             and take the memory of all parameters until then.
-        micro_batch_size: Most samples on one device at once.
+        micro_batch_size: Most samples on one device at once; `auto`: grows while measured memory allows (CUDA).
         units: Modules whose parameters are gathered together: `auto` (repeated blocks), or names, patterns of names
             and classes. An empty list: the task is one unit.
         min_unit_mb: MiB of parameters that make a block a unit, with `units=auto`.
         reshard_after_forward: Free a unit after its forward and gather it again in backward; a number: keep it
             within groups of that many ranks until then.
+        prefetch: Units whose parameters are gathered ahead while one runs; `None`: PyTorch's own choice, about one.
         replicate: Groups of ranks that each hold the whole task in shards: parameters are gathered inside a group, and
             gradients summed between groups too.
         reduce_dtype: Dtype in which gradients are sent and summed: their own (`None`), `bf16`, `fp16` or `fp32`.
@@ -79,6 +80,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     """
 
     shards_parameters = True
+    grows_micro_batch = True  # a rank that left a step would leave others waiting for its shards
     collectives = LockstepCollectives
 
     def __init__(
@@ -91,6 +93,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         units: Units = "auto",
         min_unit_mb: float = 1.0,
         reshard_after_forward: bool | int = True,
+        prefetch: int | None = None,
         replicate: int = 1,
         reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         offload: Literal["cpu"] | None = None,
@@ -110,6 +113,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"reshard_after_forward must be true, false or a number of ranks, got {reshard_after_forward!r}."
             )
+        if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1):
+            raise UserError(f"prefetch must be null or a whole number of units, at least 1, got {prefetch!r}.")
         if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
             raise UserError(f"replicate must be a whole number of groups, at least 1, got {replicate!r}.")
         if reduce_dtype not in REDUCE_DTYPES:
@@ -122,6 +127,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(f"offload={offload!r} is unknown.{nearest(str(offload), ['cpu'])} Choose null or cpu.")
         self.units, self.min_unit_mb, self.offload = units, min_unit_mb, offload
         self.reshard_after_forward, self.replicate, self.reduce_dtype = reshard_after_forward, replicate, reduce_dtype
+        self.prefetch = prefetch
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._last: Any = None  # this rank's most recent batch
@@ -132,14 +138,19 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def validate(self, task: TaskModule, precision: Precision) -> str:
         """Return the kind of device of the ranks.
 
-        Raises UserError for unavailable devices, backends or packages, a torch without `fully_shard`, a precision
-        without support, and a `reduce_dtype` that gradients have already.
+        Raises UserError for unavailable devices, backends or packages, a torch without `fully_shard`, settings that
+        the device or the precision does not support, and a `reduce_dtype` that gradients have already.
         """
         device_type = super().validate(task, precision)
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise UserError(
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
                 "torch, or set strategy=ddp."
+            )
+        if self.auto_micro_batch and device_type != "cuda":
+            raise UserError(
+                "strategy.micro_batch_size=auto measures the memory of CUDA devices under strategy=fsdp, and this run "
+                f"is on {device_type}. Set strategy.micro_batch_size to a number."
             )
         if precision.name == "fp16-mixed" and self.offload is not None:
             raise UserError(
@@ -151,10 +162,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
                 f"{device_type}. Set strategy.offload=null."
             )
-        if precision.name == "bf16-true":
+        min_bytes = self.min_unit_mb * MIB
+        if self.prefetch is not None and len(choose_units(task, self.units, min_bytes=min_bytes)) == 1:
             raise UserError(
-                "strategy=fsdp does not support bf16-true: the weights would differ from those of other strategies by "
-                "more than rounding. Set trainer.precision=bf16-mixed, or strategy=ddp."
+                f"strategy.prefetch={self.prefetch} gathers units ahead, and {type(task).__name__} is one unit with "
+                f"strategy.units={self.units} and min_unit_mb={self.min_unit_mb:g}. Set strategy.prefetch=null, or "
+                "name units, such as strategy.units=[blocks.*]."
             )
         own = {precision.batch_type or parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
         if own == {REDUCE_DTYPES[self.reduce_dtype]}:
@@ -197,6 +210,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 num_shards=self.comm.world_size // self.replicate,
                 replicate=self.replicate,
                 reshard_after_forward=self.reshard_after_forward,
+                prefetch=self.prefetch or 1,
             )
             logger.info("fsdp:\n%s", plan)
             if self.log_dir is not None:
@@ -213,6 +227,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             units,
             mesh,
             reshard_after_forward=self.reshard_after_forward,
+            prefetch=self.prefetch,
             reduce_dtype=REDUCE_DTYPES[self.reduce_dtype],
             offload=self.offload is not None,
             records=records,
@@ -241,9 +256,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 )
             for parameter in group["params"]:
                 local = self._locals.get(id(parameter))
-                if local is not None and parameter in optimizer.state:  # momentum, made in advance
-                    state = optimizer.state.pop(parameter)
-                    optimizer.state[local] = {key: value.to_local() for key, value in state.items()}
+                if local is not None and parameter in optimizer.state:  # made in advance
+                    state = optimizer.state.pop(parameter).items()
+                    optimizer.state[local] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state}
             group["params"] = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
         phase_optimizer.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
@@ -428,8 +443,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         with self.comm.waiting(where), self._task.explained(step_name):
             with self.precision.forward():
                 returned = self._task.run(step_name, self._move_for_evaluation(batch))
-            self._task.reshard()
-        self._task.take_calls()
+            self._task.end_evaluation()
         return returned
 
     # ---- State, full and the same as under every other strategy

@@ -35,6 +35,7 @@ def test_a_report_is_written_when_memory_runs_out(make_trainer: Any, tmp_path: P
     assert "strategy.micro_batch_size=4: the same global batch" in report
     assert "strategy.micro_batch_size=auto" in report
     assert "trainer.precision=bf16-mixed" in report
+    assert "strategy=fsdp: each rank keeps its shard" in report
 
 
 def test_the_memory_table_adds_up(make_trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:

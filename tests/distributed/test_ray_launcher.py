@@ -136,6 +136,14 @@ def test_a_cluster_without_room_is_reported(head, tmp_path, monkeypatch):
         trainer(tmp_path, strategy, 5).fit(Regression(), data())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the caller has a GPU")
+def test_a_caller_without_gpus_asks_the_cluster_for_them(head, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainkit.distributed.ray_launcher.PLACING_SECONDS", 0.1)
+    strategy = FSDPStrategy(devices=2, device="cuda", launcher="ray", offload="cpu", units=["Linear"])
+    with pytest.raises(UserError, match=r"needs 2 times 1 CPU and 1 GPU, and .* room for 0; set strategy\.device=cpu"):
+        trainer(tmp_path, strategy, 5).fit(Regression(), data())
+
+
 def test_ranks_that_hold_shards_have_the_weights_of_one_process(head, tmp_path):
     strategy = FSDPStrategy(devices=2, device="cpu", launcher="ray", units=["Linear"])
     task, whole = Regression(), Regression()

@@ -71,6 +71,21 @@ def test_training_learns_in_every_precision(make_trainer, precision):
     assert predictions.shape == (4, 1)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_in_16_bits_updates_every_element(make_trainer, momentum):
+    class Wide(Regression):  # more elements than a vector of the CPU
+        def __init__(self):
+            super().__init__(lambda task: torch.optim.SGD(task.parameters(), lr=1.0, momentum=momentum))
+            self.wide = torch.nn.Parameter(torch.zeros(100))
+
+        def training_step(self, batch):
+            return self.wide.sum() + super().training_step(batch)
+
+    task = Wide()
+    make_trainer(precision="bf16-true", max_duration="1step").fit(task, Data(train=regression_data(8), batch_size=8))
+    assert task.wide.tolist() == [-1.0] * 100
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "fp64"])
 def test_accumulation_gives_the_weights_of_one_big_batch_in_every_precision(make_trainer, precision):
     tasks = [Small(quick, hidden=8) for _ in range(2)]

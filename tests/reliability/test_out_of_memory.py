@@ -1,4 +1,4 @@
-"""micro_batch_size=auto: a micro-batch that does not fit into memory is halved on all ranks, with the same weights."""
+"""micro_batch_size=auto: micro-batches are halved on all ranks, or grow, until they fit; with the same weights."""
 
 import logging
 from typing import Any
@@ -12,6 +12,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies import multiprocess
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -22,6 +23,7 @@ from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.loops.oom import resplit
 from trainkit.metrics.metric import Metric
+from trainkit.profiling import DeviceMemory
 from trainkit.testing import run_ranks
 
 
@@ -78,10 +80,12 @@ def data(num_samples: int = 44, *, pre_batched: bool = False) -> Data:
     return Data(train=batches, shuffle=False)
 
 
-def fit(strategy: Any, task: Large, *, pre_batched: bool = False, **settings: Any) -> list[dict[str, float]]:
+def fit(
+    strategy: Any, task: Large, *, pre_batched: bool = False, resume: str | None = None, **settings: Any
+) -> list[dict[str, float]]:
     recorder = Recorder()
     defaults = {"callbacks": [recorder], "loggers": [], "log_every": "2step", "run_dir": "run"}
-    Trainer(strategy, **{**defaults, **settings}).fit(task, data(pre_batched=pre_batched))
+    Trainer(strategy, **{**defaults, **settings}).fit(task, data(pre_batched=pre_batched), resume=resume)
     return recorder.logged
 
 
@@ -199,6 +203,58 @@ def test_a_single_sample_that_does_not_fit_raises_an_error():
 def test_without_auto_the_error_is_that_of_torch():
     with pytest.raises(torch.OutOfMemoryError):
         fit(SingleStrategy(device="cpu"), Large(5))
+
+
+class Pretended(Callback):
+    """A device on which a step needs 40 bytes and 10 for each sample at once, and a rank beyond 0 has `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.steps = limit, 100, 0
+
+    def on_fit_start(self, run: Any) -> None:
+        self.sizes, self.seen = run.task.sizes, 0
+        run.peak_memory = self
+
+    def measure(self) -> DeviceMemory:
+        new, self.seen = self.sizes[self.seen :], len(self.sizes)
+        limit = self.limit if dist.get_rank() else 10**6
+        peak = self.used + (40 + 10 * max(new) if new else 0)
+        assert peak <= limit, "out of memory"
+        self.used = 150 if new else self.used  # with the optimizer's state
+        return DeviceMemory(peak, self.used, limit - self.used)
+
+
+def plain() -> Large:
+    task = Large(norm=False)
+    task.network[2].p = 0.0
+    return task
+
+
+def grown() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    cases = {"large": (1000, 6), "smallest": (201, 6), "small": (262, 6), "resumed": (262, 8)}  # bytes, steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPStrategy, "validate", lambda *_: "cpu")  # which refuses `auto` on the CPU
+        for name, (limit, steps) in cases.items():
+            ours, given, settings = plain(), plain(), {"precision": "fp64", "max_duration": f"{steps}step"}
+            strategy = FSDPStrategy(device="cpu", units=["Linear"], micro_batch_size="auto")
+            callbacks, resume = [Pretended(limit), Checkpoint()], "small" if name == "resumed" else None
+            fit(strategy, ours, run_dir=resume or name, callbacks=callbacks, resume=resume, **settings)
+            fit(SingleStrategy(device="cpu"), given, run_dir=f"{name}_{dist.get_rank()}", **settings)
+            assert_close(ours, given, rtol=0.0, atol=1e-9)
+            found[name] = ours.sizes
+    return found
+
+
+def test_micro_batches_of_shards_grow_as_far_as_memory_allows_on_every_rank_and_keep_their_size_in_a_resumed_run():
+    first, second = run_ranks(grown, 2, timeout=120.0)
+    assert first == second
+    assert first == {  # shards of 8, 8 and 6 samples
+        "large": [*[1] * 8, *[2] * 4, 4, 2, 8, 8, 6],
+        "smallest": [1] * 44,
+        "small": [*[1] * 8, *[2] * 4, 4, 2, 4, 4, 4, 4, 4, 2],
+        "resumed": [4, 4, 4, 4],
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.ema import EMA, WeightAveraging
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
@@ -76,7 +77,9 @@ class Held(Callback):
     num_bytes = 0
 
     def on_step_end(self, run: Any) -> None:
-        held = [*local_state(run.strategy, run.task).values(), *tensors_in(run.phase_optimizer.optimizer.state)]
+        averages = [tensor for each in run.callbacks if isinstance(each, EMA) for tensor in each._average.values()]
+        state = tensors_in(run.phase_optimizer.optimizer.state)
+        held = [*local_state(run.strategy, run.task).values(), *state, *averages]
         self.num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
@@ -145,7 +148,7 @@ class Reads:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count while a checkpoint is loaded and restored, and when fusion learns its shards in the first step."""
+        """Count while a checkpoint is loaded and restored, and what fusion and averages read in the first step."""
         with pytest.MonkeyPatch.context() as patch:
             read = sharded_state._read_elements
 
@@ -159,6 +162,7 @@ class Reads:
                 (store_module, "load_from"),
                 (Checkpointer, "restore"),
                 (ShardedOptimizer, "__init__"),
+                (WeightAveraging, "_local_average"),
             ):
                 patch.setattr(place, name, self.inside(getattr(place, name)))
             yield
@@ -178,13 +182,20 @@ class Reads:
 SAVED = ["fsdp_shards", "fsdp_whole", "fusion_shards", "fusion_whole"]
 
 
+AVERAGED = ["fsdp_shards_averaged", "fsdp_whole_averaged"]
 REPLACED = ["fsdp_shards_replaced", "fusion_shards_replaced"]
+
+
+def average() -> EMA:
+    return EMA(decay=0.5, load_average_at_end=False)
 
 
 def saved_on_three_ranks(folder: Path) -> None:
     for name in SAVED:
         kind, form = name.split("_")
         fit(kind, folder / name, 3, sharded=form == "shards")
+    for name in AVERAGED:
+        fit("fsdp", folder / name, 3, average(), sharded="shards" in name)
     fit("fsdp", folder / "fsdp_background", 3, sharded=True, async_save=True)
 
 
@@ -209,10 +220,11 @@ class NothingIsMapped(Callback):
 def resumed_on_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what each resume read, of what it holds; and what happens to sound and damaged files."""
     outcomes = {}
-    for name in SAVED:
+    for name in [*SAVED, *AVERAGED]:
         reads, held = Reads(), Held()
+        averages = [average()] if name in AVERAGED else []
         with reads.counted():
-            weights = fit(name.split("_")[0], folder / name, 8, held, NothingIsMapped(reads))
+            weights = fit(name.split("_")[0], folder / name, 8, *averages, held, NothingIsMapped(reads))
         outcomes[name] = (reads.shards, reads.mapped.bytes, held.num_bytes, weights)
     for name in REPLACED:
         outcomes[name] = fit(name.split("_")[0], folder / name, 8, SaveAtStart())
@@ -281,6 +293,16 @@ def test_each_rank_reads_from_a_checkpoint_of_other_ranks_what_it_holds(ranks, e
         assert held < shards + mapped < 1.1 * held
         assert (shards > 0.9 * held) == name.endswith("shards")
         assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_each_rank_reads_what_it_holds_of_an_average(ranks, folder, tmp_path, name):
+    fit("single", tmp_path, 8, average())
+    expected = load_from(tmp_path).payload["evaluation_weights"]
+    assert_close(in_memory(load_from(folder / name).payload["evaluation_weights"]), expected)
+    for outcomes, _ in ranks:
+        shards, mapped, held, _ = outcomes[name]
+        assert held < shards + mapped < 1.1 * held
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "fusion"])

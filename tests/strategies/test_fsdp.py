@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,6 +30,7 @@ from trainkit.strategies.dp import DataParallelStrategy
 from trainkit.strategies.fsdp import sharded_task
 from trainkit.strategies.fsdp.sharded_task import choose_units
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion.sharded_optimizer import ELEMENTWISE
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -39,7 +42,7 @@ from tests.loops.test_phases import samples as adversarial_samples
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes
 from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
-from tests.tasks import StopAt
+from tests.tasks import StopAt, assert_close
 from trainkit import Callback, Data, TaskModule, Trainer, UserError, deferred_init
 from trainkit.distributed.failure_store import RankError
 from trainkit.optim.precision import Precision
@@ -140,6 +143,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "nested units": ({}, {"units": ["blocks.*", "LSTM"]}, {"max_grad_value": 0.01}),
     "accumulated": ({}, {"units": ["Block"], "accumulate": 2}, {"max_grad_norm": 0.05}),
     "weighted": ({"weighted": True}, {"units": ["Block"], "micro_batch_size": 1}, {"max_grad_norm": 0.05}),
+    "one ahead": ({}, {"units": ["Block", "LSTM"], "prefetch": 1}, {"max_grad_norm": 0.05}),
+    "two ahead": ({"twice": True}, {"units": ["blocks.*", "LSTM"], "prefetch": 2, "accumulate": 2}, {}),
     "several forwards": ({"twice": True}, {"units": ["Block"]}, {"on_nonfinite": "skip"}),
     "frozen": ({"frozen": True}, {"units": ["Block"], "accumulate": 2}, {"fused_optimizer": False}),
     "replicated": ({}, {"units": ["Block"], "replicate": 2, "accumulate": 2}, {"max_grad_norm": 0.05}),
@@ -191,7 +196,7 @@ def differences_from_single(alone: Alone, folder: str) -> dict[str, tuple[float,
     return found
 
 
-ON_TWO = ["blocks", "accumulated", "weighted", "several forwards"]
+ON_TWO = ["blocks", "two ahead", "accumulated", "weighted", "several forwards"]
 ON_ANY = [name for name in CASES if name != "replicated"]
 
 
@@ -213,6 +218,29 @@ def test_weights_and_losses_are_those_of_one_device(num_ranks, names, trained_al
             assert weights < TOLERANCE and losses < TOLERANCE < start, name
     for name in {"blocks", "replicated"}.intersection(names):
         assert "blocks.2" in (tmp_path / name / "partition.txt").read_text()
+
+
+class Skipping(Language):
+    """Evaluates without its second block."""
+
+    def validation_step(self, batch: Any) -> Any:
+        words, targets = batch
+        hidden = self.recurrent(self.blocks[2](self.blocks[0](self.words(words))))[0]
+        return {"loss": nn.functional.cross_entropy(self.head(hidden).transpose(1, 2), targets)}
+
+
+def difference_after_evaluations(folder: str) -> float:
+    alone, task = Skipping(), Skipping()
+    strategies = SingleStrategy(device="cpu"), FSDPStrategy(device="cpu", units=["Block"], prefetch=1)
+    for number, (strategy, trained) in enumerate(zip(strategies, (alone, task), strict=True)):
+        run_dir = f"{folder}/{number or f'single {dist.get_rank()}'}"
+        fit(strategy, trained, run_dir, callbacks=[EMA(decay=0.5)], evaluate_every="1step")
+    task.seen.copy_(alone.seen)
+    return distance(task, alone)
+
+
+def test_a_unit_that_was_gathered_for_an_evaluation_without_it_trains_from_its_own_weights(tmp_path):
+    assert max(run_ranks(difference_after_evaluations, 2, str(tmp_path))) < TOLERANCE
 
 
 def differences_in_phases(folder: str) -> list[float]:
@@ -314,6 +342,51 @@ def test_what_rounds_trains_to_nearly_the_weights_of_one_device(num_ranks, names
             assert TOLERANCE < apart < 5e-3, (name, apart)
 
 
+class Optimized(Language):
+    """Is trained by the optimizer of a name."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1 if self.optimizer == "SGD" else 0.01)
+
+
+def differences_by_optimizer(names: list[str], folder: str) -> dict[str, float]:
+    found = {}
+    for name in names:
+        alone, task = Optimized(name), Optimized(name)
+        settings = {"max_duration": "2step", "evaluate_every": None}
+        fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()} {name}", **settings)
+        fit(FSDPStrategy(device="cpu", units=["Block"]), task, f"{folder}/{name}", **settings)
+        task.seen.copy_(alone.seen)
+        found[name] = distance(task, alone)
+    return found
+
+
+def test_every_optimizer_of_elements_trains_shards_to_the_weights_of_one_device(tmp_path):
+    names = [kind.__name__ for kind in ELEMENTWISE]
+    for found in run_ranks(differences_by_optimizer, 2, names, str(tmp_path)):
+        assert list(found) == names and max(found.values()) < TOLERANCE, found
+
+
+def in_bf16(folder: str) -> None:
+    for name in ("SGD", "AdamW"):
+        for layout in ({}, {"reduce_dtype": "fp32"}):
+            ours, theirs = Optimized(name), Optimized(name)
+            for strategy, task in ((FSDPStrategy, ours), (DDPStrategy, theirs)):
+                arguments = layout if strategy is FSDPStrategy else {}
+                run_dir = f"{folder}/{strategy.__name__} {name} {len(layout)}"
+                fit(strategy(device="cpu", accumulate=2, **arguments), task, run_dir, precision="bf16-true")
+            assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+            assert_close(ours, theirs, rtol=2**-7, atol=4e-3)  # one bit of weights from 0.5 to 1
+
+
+def test_16_bits_are_trained_as_by_ddp(tmp_path):
+    run_ranks(in_bf16, 2, str(tmp_path))
+
+
 # ---- Compiling
 
 
@@ -342,6 +415,41 @@ def test_compiled_units_train_to_the_weights_of_eager_ones(tmp_path):
     for apart, graphs in run_ranks(compiled_and_eager, 2, str(tmp_path), timeout=150):
         assert apart < TOLERANCE
         assert graphs > 3, "each unit is compiled"
+
+
+class Layers(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.blocks(self.words(words))
+
+    def training_step(self, batch: Any) -> Any:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def compiled_by_inductor(folder: str) -> tuple[float, float, int]:
+    """Return the difference of weights from one device and from the start, and the number of compiled kernels."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    start, alone, compiled = Layers().double(), Layers(), Layers()
+    settings = {"max_duration": "1step", "evaluate_every": None}
+    fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()}", **settings)
+    fit(FSDPStrategy(device="cpu", units=["Block"]), compiled, f"{folder}/fsdp", compile=True, **settings)
+    return distance(compiled, alone), distance(compiled, start), torch._inductor.metrics.generated_kernel_count
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
+def test_units_that_inductor_compiles_train_to_the_weights_of_one_device(tmp_path):
+    for apart, moved, kernels in run_ranks(compiled_by_inductor, 2, str(tmp_path), timeout=300):
+        assert apart < TOLERANCE < moved and kernels > 0
 
 
 # ---- A task that is never whole anywhere
@@ -738,11 +846,11 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"micro_batch_size": "auto"}, "micro_batch_size=auto does not work with FSDPStrategy"),
         ({"min_unit_mb": -1}, "min_unit_mb must be at least 0"),
         ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
         ({"offload": "gpu"}, "offload='gpu' is unknown.* Choose null or cpu"),
         ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
+        ({"prefetch": 0}, "prefetch must be null or a whole number of units, at least 1, got 0"),
         ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
         ({"devices": 0}, "at least 1"),
     ],
@@ -755,7 +863,13 @@ def test_wrong_settings_are_rejected(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "precision", "message"),
     [
-        ({}, "bf16-true", "does not support bf16-true"),
+        (
+            {"prefetch": 2, "units": []},
+            "fp32",
+            r"prefetch=2 gathers units ahead, and Language is one unit with .*=\[\]",
+        ),
+        ({"reduce_dtype": "bf16"}, "bf16-true", "reduce_dtype=bf16 does nothing"),
+        ({"micro_batch_size": "auto"}, "fp32", "auto measures the memory of CUDA devices .* and this run is on cpu"),
         (
             {"offload": "cpu"},
             "fp32",

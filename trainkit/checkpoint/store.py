@@ -250,7 +250,7 @@ class CheckpointStore:
     def load(self, entry: CheckpointEntry, comm: Collectives = _ALONE) -> dict[str, Any]:
         """Return the payload of an undamaged checkpoint, on the CPU; nothing in it can run code.
 
-        The tensors of the state of the task and of its optimizers are on the disk: `in_memory` reads them, and
+        The tensors of the state of the task, its optimizers and callbacks are on the disk: `in_memory` reads them, and
         `elements` a range of one. Collective over the processes of `comm`, which all raise if one of them does.
 
         Raises DamagedCheckpoint if the file is not what was written, CheckpointError if this version of trainkit cannot

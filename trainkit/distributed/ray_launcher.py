@@ -232,9 +232,11 @@ def _reserve(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[A
         remove_placement_group(group)
         if time.monotonic() > deadline:
             needed = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+            room = _room(bundle)
+            remedy = f"strategy.devices={room}" if room else "strategy.device=cpu" if "GPU" in bundle else ""
             raise UserError(
                 f"strategy.devices={num_ranks} needs {num_ranks} times {needed}, and the Ray cluster has room for "
-                f"{_room(bundle)}; set strategy.devices={max(_room(bundle), 1)}, or add nodes to the cluster."
+                f"{room}; {remedy and f'set {remedy}, or '}add nodes to the cluster."
             )
 
 

@@ -51,9 +51,9 @@ class FitLoop:
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
         self.auto_micro_batch: AutoMicroBatch | None = None
         if run.strategy.auto_micro_batch:
-            from trainkit.loops.oom import AutoMicroBatch
+            from trainkit.loops.oom import AutoMicroBatch, GrowingMicroBatch
 
-            self.auto_micro_batch = AutoMicroBatch(run)
+            self.auto_micro_batch = (GrowingMicroBatch if run.strategy.grows_micro_batch else AutoMicroBatch)(run)
 
     def run(self) -> None:
         """Train until a duration is reached or a stop is requested; `run.stop_reason` is the reason."""

@@ -1,4 +1,4 @@
-"""`micro_batch_size=auto`: the micro-batch is halved when a step runs out of memory."""
+"""`micro_batch_size=auto`: the micro-batch is halved when a step runs out of memory, or grows while memory allows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from trainkit.tree import rows, tree_leaves
 
 logger = logging.getLogger(__name__)
 
+_MARGIN = 1.1  # of the memory that a step is predicted to need
+
 
 class AutoMicroBatch:
     """Computes step batches with `micro_batch_size=auto`.
@@ -37,8 +39,8 @@ class AutoMicroBatch:
         self._run = run
         if run.phase_optimizers and run.phase_optimizers[0].phase:
             raise UserError(
-                f"{type(run.task).__name__} has phases, whose step cannot be repeated with smaller "
-                "micro-batches; set strategy.micro_batch_size to a number."
+                f"{type(run.task).__name__} has phases, for which micro_batch_size=auto finds no size; set "
+                "strategy.micro_batch_size to a number."
             )
 
     def wrap(self, step: PhaseStep) -> PhaseStep:
@@ -95,6 +97,63 @@ class AutoMicroBatch:
             run.plan = run.strategy.plan(run.plan.batch_size)
         if run.loader is not None:
             run.loader.resplit(run.strategy)
+
+
+class GrowingMicroBatch(AutoMicroBatch):
+    """Finds the size of micro-batches on ranks that cannot compute a step again.
+
+        step 1    [ 0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 ]            peak memory is measured
+        step 2    [ 8 9 | 10 11 | 12 13 | 14 15 ]              and again
+        step 3    [ 16 17 18 19 | 20 21 22 23 ]                8 would not fit on some rank: 4 is the size
+
+    The next size is tried only if the memory that it will need is free on every rank, by the last two measurements.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._size = 1  # of this step
+        self._needed = 0  # bytes of this rank in the last step, beyond those in use before it
+        self._needed_before = 0  # with the size before this one, on the rank that needed most
+        self._is_measured = False  # some rank had as many samples in the last step
+
+    def _forward_backward(
+        self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
+    ) -> list[StepOutput]:
+        strategy, memory = self._run.strategy, self._run.peak_memory
+        if strategy.micro_batch_size is not None:
+            return forward_backward(resplit(batch, strategy.micro_batch_size))
+        before = memory.measure()
+        largest = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
+        self._grow(largest, before.free)
+        outputs = forward_backward(resplit(batch, self._size))
+        self._needed = memory.measure().peak - before.used
+        return outputs
+
+    def _grow(self, num_samples: int, free: int) -> None:
+        """Choose the size of a step in which this rank has so many samples, and so many bytes are free; collective."""
+        run, size = self._run, self._size
+        gathered = run.strategy.comm.all_gather_object((num_samples, self._needed, free))
+        samples, bytes_needed, bytes_free = zip(*gathered, strict=True)
+        largest, needed = max(samples), max(bytes_needed)
+        fits = True  # 2 * size, in constant + slope * 2 * size bytes
+        if self._is_measured:
+            slope = max(needed - self._needed_before, 0) / (size - size // 2)
+            fits = (needed + slope * size) * _MARGIN <= min(bytes_free)
+            self._size, self._needed_before = 2 * size if fits else size, needed
+        self._is_measured = largest >= self._size
+        if not fits or self._size >= (largest if run.plan is None else run.plan.micro_batch_size):
+            self._use(self._size)
+            if run.is_main:
+                why = "all samples of a rank fit" if fits else f"{2 * size} would not fit"
+                plan = "" if run.plan is None else f": {run.plan}"
+                logger.info(
+                    "micro_batch_size=auto: %d samples at once, as %s into memory%s. Set strategy.micro_batch_size=%d "
+                    "to start with it.",
+                    self._size,
+                    why,
+                    plan,
+                    self._size,
+                )
 
 
 def state_snapshot(task: nn.Module, metrics: Sequence[nn.Module]) -> Callable[[], None]:

@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 class RunCallback(Protocol):
     """A callback, as far as a run is concerned."""
 
+    @property
+    def loads_from_disk(self) -> bool:
+        """True if `load_state_dict` takes tensors that are on the disk."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints."""
 
@@ -324,6 +328,7 @@ class Checkpointer:
         UserError if the checkpoint is another task's.
         """
         from trainkit.checkpoint.serialization import check_payload
+        from trainkit.checkpoint.sharded_state import in_memory
 
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
@@ -355,7 +360,8 @@ class Checkpointer:
             run.means.load_state_dict(payload.get("means", {}), strategy.comm)
         for name, callback in _named(run.callbacks):
             if name in payload["callbacks"]:
-                callback.load_state_dict(payload["callbacks"][name])
+                state = payload["callbacks"][name]
+                callback.load_state_dict(state if callback.loads_from_disk else in_memory(state))
         run.resumed_from = where
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")

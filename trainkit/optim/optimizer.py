@@ -367,8 +367,9 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
 def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
     """Switch a new optimizer to torch's fused kernel if it has one.
 
-    Not switched: an optimizer with `fused=` or `foreach=`, subclasses, sparse gradients, other devices, and SGD with
-    dampening, whose first step differs from the others.
+    Not switched: an optimizer with `fused=` or `foreach=`, subclasses, sparse gradients, other devices, SGD with
+    dampening, whose first step differs from the others, and SGD in 16 bits on the CPU, whose kernel updates few of the
+    elements (PyTorch's issue 191763).
     """
     devices = _FUSED_DEVICES.get(type(optimizer), ())
     if not devices or optimizer.state or any(getattr(module, "sparse", False) for module in task.modules()):
@@ -380,6 +381,8 @@ def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
         if group.get("momentum") and group.get("dampening"):
             return
         if not all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
+            return
+        if type(optimizer) is SGD and any(p.device.type == "cpu" and p.itemsize == 2 for p in group["params"]):
             return
     for group in optimizer.param_groups:
         group["fused"] = True
