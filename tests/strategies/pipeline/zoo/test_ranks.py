@@ -53,7 +53,7 @@ AT_ONCE = 12
 
 
 def _shares():
-    """Return numbers of ranks, schedules and tasks, each in one case; `make zoo` has all, the library's too, in each."""
+    """Return ranks, schedules and tasks, each task in one case; `make zoo` has all, the library's too, in each."""
     if tasks.EVERY_CASE:
         return [(*case, names) for names in (tasks.EQUAL, *_pieces(tasks.OF_LIBRARY)) for case in CASES]
     names = tasks.in_chains(name for name in tasks.EQUAL if name not in ELSEWHERE)
