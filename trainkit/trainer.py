@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from trainkit.errors import TYPES, Stopped, UserError, check_types
 from trainkit.logger import Logger
 from trainkit.loops.fit_config import FitConfig, NonfinitePolicy
 from trainkit.loops.worker import FitResult, evaluate_on_rank, fit_on_rank
+from trainkit.model.compile import Compilation
 from trainkit.model.deferred_init import is_deferred, make_real, records_of
 from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
@@ -60,7 +61,8 @@ class Trainer:
         tf32: Allow TF32 matrix products on CUDA.
         max_grad_norm: Clip gradients to this global norm.
         max_grad_value: Clip each gradient element to this absolute value.
-        compile: Compile the task's forward with `torch.compile`.
+        compile: Compile the task's forward with `torch.compile`. A mapping sets its `mode`, `options`, `backend`,
+            `fullgraph` and `dynamic`, and compiles with `blocks` the modules of these name patterns or classes instead.
         deterministic: Use deterministic algorithms only.
         detect_anomaly: Enable `torch.autograd.set_detect_anomaly` (slow).
         fused_optimizer: Use fused optimizer kernels where torch has them.
@@ -108,7 +110,7 @@ class Trainer:
         tf32: bool = False,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
-        compile: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         deterministic: bool = False,
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
@@ -156,7 +158,7 @@ class Trainer:
             clip=GradientClipping(max_grad_norm, max_grad_value),
             transforms=ModelTransforms(*changes) if any(changes) else None,
             offload_activations=offload_activations,
-            compile=compile,
+            compile=Compilation.parse(compile),
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
             fused_optimizer=fused_optimizer,
@@ -285,6 +287,9 @@ class Trainer:
             records_of(task)
         if self.fit_config.transforms is not None:
             self.fit_config.transforms.check(task)
+        if self.fit_config.compile is not None:
+            _check_compiles(self.strategy)
+            self.fit_config.compile.check(task)
         source = data.stage_data(stage)
         if stage == "train" and has_phases(task):
             check_phases_run(task, self.strategy)
@@ -350,6 +355,14 @@ def _check_offloads(strategy: Strategy, device_type: str) -> None:
         raise UserError(
             f"offload_activations=true {where}. Set trainer.offload_activations=false; "
             "trainer.activation_checkpointing saves memory on every device and under every strategy."
+        )
+
+
+def _check_compiles(strategy: Strategy) -> None:
+    if not strategy.supports_compile:
+        raise UserError(
+            f"compile does not work with {type(strategy).__name__}, which makes the task's replicas anew in every "
+            "step. Set trainer.compile=false, or strategy=ddp."
         )
 
 

@@ -136,6 +136,7 @@ class DataParallelStrategy(PhaseTraining):
     """
 
     supports_auto_micro_batch = True
+    supports_compile = False
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
@@ -22,15 +21,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.sharded_state import StoredTensor, elements, in_memory
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError
 from trainkit.model.deferred_init import Record, make_real, replace_content
+from trainkit.model.transforms import modules_named
 from trainkit.task import TaskModule
 
 Units = Literal["auto"] | Sequence[str]
 MIB = 2**20
 ROOT = "(task)"
 """Name of the unit of all parameters that are in no other."""
-_SHOWN = 20  # names in a message
 
 # ---- Units
 
@@ -119,24 +118,14 @@ def _named(task: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """Return the modules that the patterns of names, or the names of classes, match."""
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise UserError(f"units={patterns!r} is not auto or a list; write units=[{str(patterns)!r}].")
-    named = {name: module for name, module in task.named_modules() if name}
-    chosen: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        matching = {n: m for n, m in named.items() if fnmatchcase(n, pattern) or type(m).__name__ == pattern}
-        matching = {name: module for name, module in matching.items() if any(True for _ in module.parameters())}
-        if not matching:
-            known = [*named, *{type(module).__name__ for module in named.values()}]
-            shown = ", ".join(list(named)[:_SHOWN]) + ", ..." * (len(named) > _SHOWN)
+    named = {n: m for n, m in task.named_modules() if n and any(True for _ in m.parameters())}
+    chosen = modules_named("units", patterns, named, "module with parameters")
+    for name, module in chosen.items():
+        if not _runs(module):
             raise UserError(
-                f"units: {pattern!r} matches no module with parameters.{nearest(pattern, known)} There are: {shown}."
+                f"units: {name} is a {type(module).__name__}, which has no forward; name the modules in it: "
+                f"strategy.units=[{name}.*]."
             )
-        for name, module in matching.items():
-            if not _runs(module):
-                raise UserError(
-                    f"units: {name} is a {type(module).__name__}, which has no forward; name the modules in it: "
-                    f"strategy.units=[{name}.*]."
-                )
-        chosen |= matching
     return chosen
 
 

@@ -233,7 +233,7 @@ def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, 
     if task._compiled_call_impl is not None:
         raise UserError(
             f"{type(task).__name__}'s forward is compiled as one piece, which cannot be partitioned. Set "
-            "trainer.compile=false, or compile modules in the task's constructor: self.block.compile()."
+            "trainer.compile=false, or compile modules, each of which is a node: trainer.compile={blocks: [names]}."
         )
     group = None if all_replicas else mesh.stage_group
     source = 0 if all_replicas else dist.get_global_rank(mesh.stage_group, 0)

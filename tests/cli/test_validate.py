@@ -144,7 +144,7 @@ def test_a_missing_config_folder_is_reported_with_the_nearest(tmp_path):
         ("task.width=1e3", "Write 1000."),
         ("task.width=true", "true is true or false, but must be a whole number"),
         ("task.lr=null", "null is null, but must be a number"),
-        ("trainer.compile=1", "1 is a whole number, but must be true or false"),
+        ("trainer.compile=1", "1 is a whole number, but must be true or false or a mapping"),
         ("trainer.on_nonfinite=skipp", "Did you mean 'skip'?"),
         ("trainer.max_duration=5", "5 is not a duration"),
         ("trainer.log_every=5stp", "Did you mean 'step'?"),

@@ -570,7 +570,7 @@ def test_a_wrong_setting_is_refused_with_what_to_type(settings, message):
         ({"max_grad_norm": "1"}, r"max_grad_norm must be positive, got '1'; None disables it"),
         ({"max_grad_value": True}, r"max_grad_value must be positive, got True; None disables it"),
         ({"on_nonfinite": None}, r"on_nonfinite=None is unknown\. Choose raise, skip, stop or rollback"),
-        ({"compile": "false"}, r"compile must be True or False, got 'false'"),
+        ({"compile": "false"}, r"compile must be True, False or a mapping .*got 'false'"),
         ({"fast_dev_run": 3}, r"fast_dev_run must be True or False, got 3"),
         ({"report": None}, r"report must be True or False, got None"),
         ({"preemption_signal": 10}, r"preemption_signal must be text or None, got 10"),

@@ -10,6 +10,7 @@ from trainkit.callback import Callback
 from trainkit.duration import Duration
 from trainkit.errors import UserError, nearest
 from trainkit.logger import Logger
+from trainkit.model.compile import Compilation
 from trainkit.model.transforms import ModelTransforms, check_patterns
 from trainkit.optim.optimizer import GradientClipping
 from trainkit.optim.precision import Precision
@@ -30,7 +31,7 @@ class FitConfig:
     clip: GradientClipping
     transforms: ModelTransforms | None
     offload_activations: bool
-    compile: bool
+    compile: Compilation | None
     deterministic: bool
     detect_anomaly: bool
     fused_optimizer: bool

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from trainkit.errors import Stopped, UserError
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
-from trainkit.model.transforms import compile_forward
+from trainkit.model.compile import compilation_reported
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import configure_optimizers
 from trainkit.rng import seed_everything
@@ -78,9 +78,11 @@ def fit_on_rank(
         seconds, samples = 0.0, 0
         try:
             # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
-            loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
-            seconds, samples = run.state.own_seconds, run.state.samples
-            loop.run()
+            reported = compilation_reported(run.run_dir if run.is_main else None)
+            with nullcontext() if config.compile is None else reported:
+                loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
+                seconds, samples = run.state.own_seconds, run.state.samples
+                loop.run()
         except BaseException as error:
             record_failure(run, error)
             run.report_exception(error)
@@ -255,9 +257,9 @@ def _prepare_data(run: Run, config: FitConfig) -> EvaluationLoop | None:
 
 
 def _prepare_task(run: Run, config: FitConfig) -> None:
+    if config.compile is not None:  # first: fsdp changes the classes of modules, which may be named
+        config.compile.apply(run.task)
     run.strategy.prepare(run.task)
-    if config.compile:
-        compile_forward(run.task)
 
 
 def _prepare_optimizers(run: Run, config: FitConfig) -> None:

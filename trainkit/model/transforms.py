@@ -1,4 +1,4 @@
-"""Changes to a task's modules: freezing, activation checkpointing, channels_last, SyncBatchNorm, compile."""
+"""Changes to a task's modules: freezing, activation checkpointing, channels_last, SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -101,16 +101,37 @@ def check_patterns(setting: str, patterns: Sequence[str]) -> None:
         raise UserError(f"{setting}={patterns!r} is not a list of patterns; write {setting}=[{example!r}].")
 
 
+def modules_named(
+    setting: str, patterns: Sequence[str | type], named: dict[str, nn.Module], what: str = "module"
+) -> dict[str, nn.Module]:
+    """Return the modules that patterns of names, or classes or their names, match; raises UserError if one has none."""
+
+    def match(name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern) or type(named[name]).__name__ == pattern
+
+    names = [pattern.__name__ if isinstance(pattern, type) else pattern for pattern in patterns]
+    classes = {type(module).__name__ for module in named.values()}
+    return _matching(setting, names, named, what, match, others=classes)
+
+
 def _matching(
-    setting: str, patterns: Sequence[str], named: dict[str, T], what: str, match: Callable[[str, str], bool]
+    setting: str,
+    patterns: Sequence[str],
+    named: dict[str, T],
+    what: str,
+    match: Callable[[str, str], bool],
+    *,
+    others: Collection[str] = (),
 ) -> dict[str, T]:
-    """Return the entries whose names match a pattern; raises UserError for a pattern that matches none."""
+    """Return the entries whose names match a pattern; raises UserError, with the nearest name, if one matches none."""
     chosen: dict[str, T] = {}
     for pattern in patterns:
         matching = {name: named[name] for name in named if match(name, pattern)}
         if not matching:
             shown = ", ".join(list(named)[:_SHOWN]) + ", ..." * (len(named) > _SHOWN)
-            raise UserError(f"{setting}: {pattern!r} matches no {what}.{nearest(pattern, named)} There are: {shown}.")
+            raise UserError(
+                f"{setting}: {pattern!r} matches no {what}.{nearest(pattern, [*named, *others])} There are: {shown}."
+            )
         chosen |= matching
     return chosen
 
@@ -166,26 +187,3 @@ def freeze_statistics(norm: nn.Module) -> Callable[[bool], None]:
         norm.train(training)
 
     return release
-
-
-def compile_forward(task: nn.Module) -> None:
-    """Compile the task's forward with `torch.compile`, in place: the keys of its state dict do not change.
-
-    For a task that does not override `forward`, each direct child module is compiled instead.
-    """
-    if type(task).forward is not nn.Module.forward:
-        task.compile()
-        return
-    for module in task.children():
-        _compile_call(module)
-
-
-def _compile_call(module: nn.Module) -> None:
-    """Compile a module's call as `module.compile()` does, also for modules of torch."""
-    call = module._call_impl
-
-    def inlined(*inputs: Any, **named: Any) -> Any:
-        # A frame outside torch: the compiler skips calls whose outermost frame is torch's.
-        return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
-
-    module._compiled_call_impl = torch.compile(inlined)

@@ -1,0 +1,183 @@
+"""Compilation: `torch.compile` of a task's forward or of its blocks, and a report of graphs, breaks and recompiles."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.errors import UserError, check_types, nearest
+from trainkit.model.transforms import modules_named
+
+REPORT = "compile.txt"
+"""Name of the report in the run folder."""
+_MOST_METRICS = 10_000  # compilations that torch remembers; 64 by default
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """The Trainer's argument `compile`: arguments of `torch.compile`, and the modules to compile."""
+
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+    backend: str | Callable[..., Any] = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    blocks: Sequence[str | type[nn.Module]] = ()
+    """Name patterns or classes of modules, each compiled by itself; empty: the task's forward as one piece."""
+
+    def __post_init__(self) -> None:
+        check_types(Compilation.__init__, vars(self), of="compile")
+        if not isinstance(self.blocks, Collection) or isinstance(self.blocks, str):
+            raise UserError(
+                f"compile.blocks={self.blocks!r} is not a list of patterns; write blocks=[{self.blocks!r}]."
+            )
+        if not (self.options is None or isinstance(self.options, Mapping)):
+            raise UserError(f"compile.options={self.options!r} is not a mapping; write options={{max_autotune: true}}.")
+        if self._settings:  # else the compiler, which takes seconds to import, need not be asked
+            self._check_settings()
+
+    @classmethod
+    def parse(cls, value: object) -> Compilation | None:
+        """Return the settings of `True` or a mapping, `None` of `False`; raises UserError for anything else."""
+        if isinstance(value, bool):
+            return cls() if value else None
+        known = [field.name for field in fields(cls)]
+        if not isinstance(value, Mapping):
+            raise UserError(f"compile must be True, False or a mapping with {', '.join(known)}, got {value!r}.")
+        for key in value:
+            if key not in known:
+                raise UserError(f"compile.{key} is unknown.{nearest(key, known)} There are: {', '.join(known)}.")
+        return cls(**value)
+
+    def check(self, task: nn.Module) -> None:
+        """Raise UserError if a pattern matches nothing in the task, or what cannot be compiled."""
+        self._chosen(task)
+
+    def apply(self, task: nn.Module) -> None:
+        """Compile in place: the keys of the state dict do not change.
+
+        Without `blocks`, of a task that does not override `forward` each direct child module is compiled.
+        """
+        if not self.blocks and type(task).forward is not nn.Module.forward:
+            task.compile(**self._settings)
+            return
+        codes: dict[type[nn.Module], CodeType] = {}  # torch counts compilations, and limits them, by code
+        for module in self._chosen(task) if self.blocks else task.children():
+            _compile_call(module, self._settings, codes)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of `torch.compile` that differ from its defaults."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
+        chosen["options"] = None if self.options is None else dict(self.options)  # torch removes entries
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in chosen.items() if value != defaults[name]}
+
+    def _check_settings(self) -> None:
+        if isinstance(self.backend, str):
+            _check_name("backend", self.backend, torch._dynamo.list_backends(exclude_tags=()))
+        if self.mode is not None:
+            if self.backend != "inductor":
+                raise UserError(f"compile.mode is a setting of backend=inductor, not of {self.backend}; remove it.")
+            _check_name("mode", self.mode, torch._inductor.list_mode_options())
+        if self.options is not None and self.backend == "inductor":
+            for name in self.options:
+                _check_name("options", name, [*torch._inductor.list_options(), "guard_filter_fn", "use_aoti"])
+        try:
+            torch.compile(_nothing, **self._settings)
+        except RuntimeError as error:
+            raise UserError(f"compile: {error}") from error
+
+    def _chosen(self, task: nn.Module) -> list[nn.Module]:
+        named = {name: module for name, module in task.named_modules() if name}
+        chosen = modules_named("compile.blocks", self.blocks, named)
+        for name, module in chosen.items():
+            if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                raise UserError(
+                    f"compile.blocks: {name} is a {type(module).__name__}, which has no forward; name the modules in "
+                    f"it: blocks=['{name}.*']."
+                )
+        inside = {inner for name in chosen for inner in chosen if inner.startswith(f"{name}.")}
+        return [module for name, module in chosen.items() if name not in inside]
+
+
+def _check_name(setting: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        listed = f" There are: {', '.join(known)}." if len(known) < 30 else ""
+        raise UserError(f"compile.{setting}: {name!r} is unknown.{nearest(name, known)}{listed}")
+
+
+def _nothing() -> None:
+    """Stands for what is compiled, where only the settings are checked."""
+
+
+def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[type[nn.Module], CodeType]) -> None:
+    """Compile a module's call as `module.compile()` does, also for modules of torch; those of a class share graphs."""
+    call = module._call_impl
+
+    def inlined(*inputs: Any, **named: Any) -> Any:
+        # A frame outside torch: the compiler skips calls whose outermost frame is torch's.
+        return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
+
+    kind = type(module)
+    inlined.__code__ = codes.setdefault(kind, inlined.__code__.replace(co_name=kind.__name__))
+    module._compiled_call_impl = torch.compile(inlined, **settings)
+
+
+@contextmanager
+def compilation_reported(folder: Path | None) -> Iterator[None]:
+    """Log how many graphs were compiled in the block, and list breaks and recompiles in `folder`; not with `None`."""
+    from torch._dynamo import utils
+
+    utils.set_compilation_metrics_limit(_MOST_METRICS)
+    graphs = utils.counters["stats"]["unique_graphs"]
+    breaks, compilations = len(utils.graph_break_reasons), len(utils.get_compilation_metrics())
+    try:
+        yield
+    finally:
+        graphs = utils.counters["stats"]["unique_graphs"] - graphs
+        broken = Counter(
+            f"{_place(reason.user_stack)}: {_first_line(reason.reason)}"
+            for reason in utils.graph_break_reasons[breaks:]
+        )
+        recompiled = Counter(
+            f"{_name(each)}: {_first_line(each.recompile_reason)}"
+            for each in utils.get_compilation_metrics()[compilations:]
+            if each.recompile_reason
+        )
+        summary = f"compiled graphs: {graphs}, graph breaks: {broken.total()}, recompiles: {recompiled.total()}"
+        if folder is not None:
+            logger.info("%s (see %s)", summary, REPORT)
+            lines = [summary, *_section("graph breaks", broken), *_section("recompiles", recompiled)]
+            try:
+                (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
+            except OSError as error:  # of a run that may have failed: its own error is the one to raise
+                logger.warning("%s could not be written to %s: %s.", REPORT, folder, error.strerror)
+
+
+def _section(title: str, found: Counter[str]) -> list[str]:
+    return ["", title, *(f"{count:5d} x {text}" for text, count in found.most_common())] if found else []
+
+
+def _place(stack: Sequence[Any]) -> str:
+    return f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown line"
+
+
+def _name(compiled: Any) -> str:
+    """Return the name of the compiled function and its line; of a module's call, the name of the class."""
+    where = "" if compiled.co_filename == __file__ else f"{compiled.co_filename}:{compiled.co_firstlineno} "
+    return f"{where}{compiled.co_name}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
