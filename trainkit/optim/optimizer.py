@@ -435,7 +435,7 @@ def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[LRSchedule]]
         if isinstance(returned, (list, tuple, Mapping)):  # the forms that Lightning reads
             remedy = (
                 "return optimizer, LRSchedule(scheduler, every='epoch'). Several optimizers are phases of "
-                "configure_phases"
+                "configure_phases, or of one loss a trainkit.optim.chained_optimizer.ChainedOptimizer"
             )
         raise UserError(
             f"{name} returned {type(returned).__name__}; return an optimizer, or (optimizer, schedule): {remedy}."

@@ -1,0 +1,36 @@
+"""ChainedOptimizer: several optimizers of different parameters as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class ChainedOptimizer(Optimizer):
+    """Several optimizers of one loss, each with its own parameters, such as Muon for matrices and AdamW for the rest.
+
+    One schedule changes the learning rate of all, each from its own; clipping and skipped steps are of all together.
+    Each parameter group names its optimizer by index, as `optimizer`.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        numbered = enumerate(optimizers)
+        super().__init__([{**group, "optimizer": index} for index, one in numbered for group in one.param_groups], {})
+        self._optimizers = optimizers
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override] # torch overloads it
+        """Step each optimizer with its parameter groups and the common state, which strategies may have replaced."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, optimizer in enumerate(self._optimizers):
+            optimizer.param_groups = [group for group in self.param_groups if group["optimizer"] == index]
+            optimizer.state = self.state
+            optimizer.step()
+        return loss
