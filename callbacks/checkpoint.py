@@ -54,6 +54,8 @@ class Checkpoint(Callback):
         sharded: Each rank writes its own shard, if the strategy shards the state (`fusion` with `shard_optimizer`,
             `pipeline`); no rank gathers the full state. Every machine must see the run folder. With `async_save` each
             rank copies its shard, and ranks poll each other after each step until all shards are written.
+        trainable_only: Save no frozen parameters, only their hash: the adapters of LoRA without the pretrained weights.
+            A run that resumes builds the task with the same frozen weights, or is refused.
         max_retries: Number of saves in a row that may fail, for example because the disk is full, while training
             continues. The next failure ends the run, and so does a failure at the end. 0: the first failure ends it.
         retry_every: Duration of training before a failed save is tried again.
@@ -72,12 +74,17 @@ class Checkpoint(Callback):
         save_on_exception: bool = True,
         async_save: bool = False,
         sharded: bool = False,
+        trainable_only: bool = False,
         max_retries: int = 10,
         retry_every: str | Duration = "1min",
     ) -> None:
         check_types(Checkpoint.__init__, locals(), of="checkpoint")
         if mode not in ("min", "max"):
             raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
+        if sharded and trainable_only:
+            raise UserError(
+                "checkpoint.trainable_only=true works with whole checkpoints only; set checkpoint.sharded=false."
+            )
         limits = ("save_top_k", save_top_k, 1), ("save_last_k", save_last_k, 1), ("max_retries", max_retries, 0)
         for name, count, least in limits:
             if count is not None and count < least:
@@ -90,6 +97,7 @@ class Checkpoint(Callback):
         self.save_on_exception = save_on_exception
         self.async_save = async_save
         self.sharded = sharded
+        self.trainable_only = trainable_only
         self.max_retries = max_retries
         self.retry_every = Duration.parse(retry_every, where="checkpoint.retry_every")
         self._is_timed = self.every is not None and self.every.is_time
@@ -113,6 +121,9 @@ class Checkpoint(Callback):
                 "callbacks contains Checkpoint twice, and each would remove what the other keeps; set every, monitor, "
                 "save_top_k and save_last_k of one."
             )
+        if self.trainable_only:
+            _check_frozen_stay(run)
+            run.checkpointer.trainable_only = True
         store = run.checkpointer.store
         if store is not None:
             store = run.checkpointer.store = CheckpointStore(store.folder, monitor=self.monitor)
@@ -278,6 +289,18 @@ class Checkpoint(Callback):
         if self.monitor is None or not any(self.monitor.metric in entry.metrics for entry in store.entries()):
             return []
         return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.save_top_k]
+
+
+def _check_frozen_stay(run: Run) -> None:
+    """Raise UserError for a run whose frozen parameters change, or are saved by others."""
+    from .ema import WeightAveraging
+
+    what = next((type(each).__name__ for each in run.callbacks if isinstance(each, WeightAveraging)), "")
+    what = "phases, of which each freezes the others" if run.phase_optimizers[0].phase else what
+    if what:
+        raise UserError(
+            f"checkpoint.trainable_only=true does not work with {what}; set callbacks.checkpoint.trainable_only=false."
+        )
 
 
 def _was_updating(error: BaseException, strategy: Strategy) -> bool:

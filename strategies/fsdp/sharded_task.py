@@ -426,6 +426,8 @@ class ShardedTask:
         state = copy.copy(saved)
         own: dict[int, DTensor] = {}  # a shared parameter has several keys and is read once
         for key, value in reversed(self.task.state_dict(keep_vars=True).items()):
+            if isinstance(saved.get(key), DTensor):
+                continue  # its own, of a checkpoint without frozen parameters
             if isinstance(value, DTensor) and key in saved:
                 if id(value) not in own:
                     own[id(value)] = _like(value, self.local_of(value, saved[key]))

@@ -1,5 +1,6 @@
 """`trainkit export` writes weights that other programs read."""
 
+import shutil
 import sys
 
 import pytest
@@ -182,6 +183,37 @@ def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_pef
     base.load_state_dict({name: tensor for name, tensor in frozen.items() if "lora_" not in name}, strict=False)
     torch.testing.assert_close(peft.PeftModel.from_pretrained(base, "peft").eval()(ids).logits, merged)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+def test_a_checkpoint_of_adapters_alone_resumes_and_is_exported_with_the_pretrained_weights(
+    tmp_path, monkeypatch, capsys
+):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=257, n_positions=32)
+    for name in ("base", "other"):
+        transformers.GPT2LMHeadModel(config).save_pretrained(name)
+    tiny = ["task.lora.rank=2", "data.max_bytes=20000", "data.context=16", "trainer.limit_validation_batches=1"]
+    tiny += ["recipe=finetune", "logger=[]", "task.config=null", "trainer.max_duration=2step"]
+    assert main(["fit", *tiny, "task.pretrained=base", "run_dir=whole"]) == 0
+    tiny += ["callbacks.checkpoint.trainable_only=true"]
+    assert main(["fit", *tiny, "task.pretrained=base", "run_dir=run"]) == 0
+    assert all("lora_" in name for name in load_from(tmp_path / "run").payload["task"])
+    for run in ("whole", "run"):
+        assert main(["export", run, f"out={run}_model", "format=huggingface"]) == 0
+    models = [transformers.AutoModelForCausalLM.from_pretrained(f"{run}_model") for run in ("whole", "run")]
+    for expected, actual in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(actual, expected)
+    assert main(["export", "run", "out=run.safetensors"]) == 0
+    assert "frozen parameters, which are not in the checkpoint" in capsys.readouterr().out
+    assert main(["resume", "run", "trainer.max_duration=3step"]) == 0
+    shutil.move("base", "moved")
+    shutil.move("other", "base")
+    assert main(["resume", "run", "trainer.max_duration=4step"]) == 2
+    assert "Build the task from the same pretrained weights (task.pretrained=...)" in capsys.readouterr().err
 
 
 def test_a_task_without_a_model_of_transformers_is_not_exported_for_it(tmp_path, monkeypatch, capsys):

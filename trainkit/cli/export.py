@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from trainkit.checkpoint.frozen_weights import FROZEN, check_frozen, completed
 from trainkit.checkpoint.serialization import saved_weights
 from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
 from trainkit.checkpoint.store import load_from
@@ -92,6 +93,8 @@ def export_weights(path: Path, out: Path) -> str:
         write_safetensors(file, weights, described)
     skipped = sorted(set(saved) - set(weights))
     without = f" without {', '.join(skipped)}, which are not tensors" if skipped else ""
+    frozen = loaded.payload.get(FROZEN, {}).get("dtypes", {})
+    without += f" without {len(frozen)} frozen parameters, which are not in the checkpoint" if frozen else ""
     return f"{len(weights)} tensors of step {loaded.entry.step} in {out}{without}"
 
 
@@ -153,7 +156,10 @@ def _trained(settings: Settings, path: Path) -> tuple[RunComponents, int]:
     run = assemble(settings, run_dir=None, loggers=False)
     loaded = load_from(path)
     make_real(run.task)
-    run.task.load_state_dict(in_memory(saved_weights(loaded.payload, str(path))))
+    record, own = loaded.payload.get(FROZEN), run.task.state_dict()
+    if record is not None:
+        check_frozen(record, own, str(path))
+    run.task.load_state_dict(in_memory(completed(saved_weights(loaded.payload, str(path)), record, own)))
     return run, loaded.entry.step
 
 

@@ -235,6 +235,9 @@ class Checkpointer:
         self._run = run
         self._writer: AsyncWriter | None = None
         self._sharded_writer: ShardedWriter | None = None
+        self.trainable_only = False
+        """True if parameters that do not train are not saved, only their hash."""
+        self._frozen: tuple[frozenset[str], dict[str, Any]] = frozenset(), {}  # names, and what is saved of them
 
     @cached_property
     def store(self) -> CheckpointStore | None:
@@ -371,11 +374,19 @@ class Checkpointer:
 
         `to_evaluate` loads the weights that the run was validated with, if they differ (an average).
         """
-        from trainkit.checkpoint.serialization import check_state_dict, saved_weights
+        from trainkit.checkpoint.frozen_weights import FROZEN, check_frozen, completed
+        from trainkit.checkpoint.serialization import check_state_dict, same_errors, saved_weights
 
         task, strategy = self._run.task, self._run.strategy
-        saved = saved_weights(payload, where, to_evaluate=to_evaluate)
-        check_state_dict(task.state_dict(), saved, where)
+        saved, own = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict()
+        if payload.get(FROZEN):
+            saved = completed(saved, payload[FROZEN], own)
+        check_state_dict(own, saved, where)
+        if payload.get(FROZEN):
+            with same_errors(strategy.comm):
+                state = strategy.state_dict(task)
+                if strategy.comm.is_main:
+                    check_frozen(payload[FROZEN], state, where)
         strategy.load_state_dict(task, saved)
 
     def restore_rng(self, payload: dict[str, Any]) -> None:
@@ -421,7 +432,15 @@ class Checkpointer:
         if shards is not None:
             return {"task": shards.task, "optimizer": _by_phase(shards.optimizers, run.phase_optimizers)}
         optimizers = [run.strategy.optimizer_state_dict(run.task, each) for each in run.phase_optimizers]
-        return {"task": run.strategy.state_dict(run.task), "optimizer": _by_phase(optimizers, run.phase_optimizers)}
+        state = {"task": run.strategy.state_dict(run.task), "optimizer": _by_phase(optimizers, run.phase_optimizers)}
+        if self.trainable_only and run.is_main:
+            from trainkit.checkpoint.frozen_weights import FROZEN, frozen_names, record_of, without
+
+            names = frozen_names(run.task)
+            if names != self._frozen[0]:
+                self._frozen = names, record_of(state["task"], names)
+            state |= {"task": without(state["task"], names), FROZEN: self._frozen[1]}
+        return state
 
     def _shards(self) -> ShardedState | None:
         strategy, run = self._run.strategy, self._run
