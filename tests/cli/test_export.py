@@ -3,6 +3,7 @@
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 from trainkit.recipes.digits_mlp import DigitsMLP
@@ -136,6 +137,35 @@ def test_a_trained_task_is_exported_as_a_program_for_any_number_of_rows(tmp_path
     for num_rows in (1, 5):
         batch = [torch.randn(num_rows, 1, 8, 8), torch.zeros(num_rows, dtype=torch.int64)]
         assert torch.equal(program(batch), task.eval().predict_step(batch))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's own
+def test_an_onnx_file_computes_the_predictions_for_any_number_of_rows(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("onnxscript")
+    reference = pytest.importorskip("onnx.reference")
+    monkeypatch.chdir(tmp_path)
+    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
+    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    assert main(["export", "run", "out=model.onnx"]) == 0
+    assert "DigitsMLP.predict_step of step 2 in model.onnx, with the inputs batch_0" in capsys.readouterr().out
+    task = DigitsMLP(width=8)
+    task.load_state_dict(load_from(tmp_path / "run").payload["task"])
+    evaluator = reference.ReferenceEvaluator("model.onnx")
+    for num_rows in (1, 5):
+        images = torch.randn(num_rows, 1, 8, 8)
+        inputs = dict.fromkeys(evaluator.input_names, np.zeros(num_rows, np.int64)) | {"batch_0": images.numpy()}
+        (found,) = evaluator.run(None, inputs)
+        torch.testing.assert_close(torch.from_numpy(found), task.eval().predict_step([images, None]))
+
+
+def test_what_onnx_needs_is_named_where_it_is_not_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=1step"]
+    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert main(["export", "run", "out=model.onnx"]) == 2
+    assert "needs the package 'onnx', which is not installed. Type: pip install" in capsys.readouterr().err
 
 
 def test_a_task_that_cannot_be_traced_is_reported_with_the_reason(tmp_path, monkeypatch, capsys):

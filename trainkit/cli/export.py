@@ -20,6 +20,7 @@ from trainkit.checkpoint.store import load_from
 from trainkit.cli.compose import Settings
 from trainkit.cli.main import Arguments
 from trainkit.cli.run_commands import RunComponents, assemble, checkpoint_path, settings_of_run, whole_file
+from trainkit.cli.signatures import install_hint, is_installed
 from trainkit.data.data import Data
 from trainkit.data.loader import open_loader
 from trainkit.errors import UserError, nearest
@@ -29,7 +30,9 @@ from trainkit.task import TaskModule
 
 _EXAMPLE = "trainkit export checkpoint=runs/digits/2026-01-31_12-00-00 out=model.safetensors"
 _KEYS = ("checkpoint", "out", "format")
-_FORMATS = ("safetensors", "torch_export", "huggingface", "peft")
+_FORMATS = ("safetensors", "torch_export", "onnx", "huggingface", "peft")
+_BY_SUFFIX = {".pt2": "torch_export", ".onnx": "onnx"}
+_ONNX_BYTES = 2**31 - 1  # of a file, in the format of protobuf
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,28 +56,29 @@ _STAGES = ("predict", "test", "validation", "train")
 
 
 def export(arguments: Arguments) -> int:
-    """Write a checkpoint's weights to a `.safetensors` file, a program to a `.pt2` file, or a model to a folder."""
+    """Write weights to a `.safetensors` file, a program to a `.pt2` or `.onnx` file, or a model to a folder."""
     typed = arguments.take("out")
     if not typed:
         raise UserError(f"export needs a checkpoint and an output file. Type {_EXAMPLE}")
     out = Path(typed)
-    name = arguments.take("format") or ("torch_export" if out.suffix == ".pt2" else "safetensors")
+    name = arguments.take("format") or _BY_SUFFIX.get(out.suffix, "safetensors")
     if name not in _FORMATS:
         raise UserError(f"format={name} is unknown.{nearest(name, _FORMATS)} Valid: {', '.join(_FORMATS)}.")
     path = checkpoint_path(arguments)
     if name in {"huggingface", "peft"}:
         print(export_model(settings_of_run(arguments, path), path, out, adapter_only=name == "peft"))
         return 0
-    if name == "torch_export":
-        print(export_program(settings_of_run(arguments, path), path, out))
+    if name in _BY_SUFFIX.values():
+        write = export_onnx if name == "onnx" else export_program
+        print(write(settings_of_run(arguments, path), path, out))
         return 0
     if arguments.overrides:
         key = arguments.overrides[0].partition("=")[0]
         raise UserError(f"export does not take {key!r}.{nearest(key, _KEYS)} Type {_EXAMPLE}")
     if out.suffix != ".safetensors":
         raise UserError(
-            f"out={out} must end in .safetensors for the weights, or in .pt2 for a program; a folder for transformers "
-            "is written with format=huggingface, and one for peft with format=peft."
+            f"out={out} must end in .safetensors for the weights, or in .pt2 or .onnx for a program; a folder for "
+            "transformers is written with format=huggingface, and one for peft with format=peft."
         )
     print(export_weights(path, out))
     return 0
@@ -149,6 +153,40 @@ def export_program(settings: Settings, path: Path, out: Path) -> str:
         torch.export.save(program, file)
     name = type(run.task).__name__
     return f"{name}.predict_step of step {step} in {out}; torch.export.load('{out}').module() runs it"
+
+
+def export_onnx(settings: Settings, path: Path, out: Path) -> str:
+    """Write the same program to `out` in the format of ONNX; return a summary.
+
+    Tensors of the batch are the program's inputs, used or not, and those of the predictions its outputs, in order.
+    """
+    _check_onnx_installed()
+    run, step = _trained(settings, path)
+    name = type(run.task).__name__
+    size = sum(tensor.nbytes for tensor in run.task.state_dict().values() if isinstance(tensor, Tensor))
+    if size > _ONNX_BYTES:
+        raise UserError(f"the weights of {name} have {size:,} bytes, and one ONNX file at most 2 GiB; out=model.pt2.")
+    program = _traced(run.task, *_first_batch(run.data))
+    try:
+        converted = torch.onnx.export(program, dynamo=True, verbose=False)
+    except torch.onnx.errors.OnnxExporterError as error:
+        first = str(error.__cause__ or error).strip().partition("\n")[0]
+        raise UserError(
+            f"{name}.predict_step cannot be converted to ONNX: {first} Type out=model.pt2 for a program of PyTorch."
+        ) from error
+    assert converted is not None
+    with whole_file(out) as part:
+        converted.save(part, external_data=False)
+    inputs = ", ".join(str(value.name) for value in converted.model.graph.inputs)
+    return f"{name}.predict_step of step {step} in {out}, with the inputs {inputs}"
+
+
+def _check_onnx_installed() -> None:
+    for package in ("onnx", "onnxscript"):
+        if not is_installed(package):
+            raise UserError(
+                f"format=onnx needs the package '{package}', which is not installed. {install_hint(package)}"
+            )
 
 
 def _trained(settings: Settings, path: Path) -> tuple[RunComponents, int]:

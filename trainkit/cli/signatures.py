@@ -33,6 +33,8 @@ EXTRAS = {
     "tokenizers": "huggingface",
     "peft": "huggingface",
     "lightning": "lightning",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
     "hydra_joblib_launcher": "sweeps",
     "hydra_optuna_sweeper": "sweeps",
     "hydra_submitit_launcher": "slurm",
