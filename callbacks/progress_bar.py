@@ -1,4 +1,4 @@
-"""Progress of a run: a live display on a terminal, one line per log point elsewhere.
+"""Progress of a run: a live display on a terminal, a live line in a notebook, one line per log point elsewhere.
 
 epoch 3/10  ━━━━━━━━━━━━━━━━━╺──────────────  step 1,240/4,000  31%  ETA 2:10
 loss 0.1234  accuracy 0.9812  learning_rate 0.001  12,345 samples/s  0:58
@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
 from trainkit.errors import CheckpointError, UserError, check_types
 from trainkit.loops.run import Run
-from trainkit.run_dir.console import Table, clock, number, on_terminal, printable, say, show, terminal
+from trainkit.run_dir.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, terminal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,7 +35,7 @@ class ProgressBar(Callback):
     A background thread draws the display and only reads counters: a step costs nothing.
 
     Args:
-        refresh_per_second: Refresh rate of the display on a terminal.
+        refresh_per_second: Refresh rate of the display on a terminal; in a notebook at most 1.
 
     """
 
@@ -46,7 +47,8 @@ class ProgressBar(Callback):
             )
         self.refresh_per_second = refresh_per_second
         self._progress: RunProgress | None = None
-        self._display: LiveProgress | None = None
+        self._display: LiveProgress | NotebookProgress | None = None
+        self._in_notebook = in_notebook()  # where it is made: ranks are other processes
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
@@ -94,9 +96,11 @@ class ProgressBar(Callback):
     def _start(self, run: Run) -> None:
         self.close()
         self._progress = RunProgress(run)
-        run.has_display = on_terminal()
-        if run.has_display:
+        if on_terminal():
             self._display = LiveProgress(self._progress, refresh_per_second=self.refresh_per_second)
+        elif self._in_notebook:
+            self._display = NotebookProgress(self._progress, refresh_per_second=min(1.0, self.refresh_per_second))
+        run.has_display = self._display is not None
 
 
 def _checkpoint_table(store: CheckpointStore) -> Table:
@@ -181,15 +185,10 @@ class LiveProgress:
 
     def __init__(self, progress: RunProgress, *, refresh_per_second: float) -> None:
         from rich.live import Live
-        from rich.text import Text
 
-        self._text = Text
-        self._progress = progress
         self._shown = ExitStack()
-        streams = (sys.stdout, sys.stderr)
-        display = Live(
-            get_renderable=self.draw, console=terminal(), refresh_per_second=refresh_per_second, transient=True
-        )
+        streams, draw = (sys.stdout, sys.stderr), ProgressText(progress).draw
+        display = Live(get_renderable=draw, console=terminal(), refresh_per_second=refresh_per_second, transient=True)
         display.start(refresh=True)  # a line printed while the first picture is drawn would repeat it
         self._shown.callback(display.stop)
         self._shown.enter_context(_log_to_current_stderr(streams))
@@ -197,6 +196,50 @@ class LiveProgress:
     def stop(self) -> None:
         """Remove the display; may be called twice."""
         self._shown.close()
+
+
+class NotebookProgress:
+    """Rewrites the last line of a notebook's output, from construction on, in a background thread.
+
+    By a carriage return, which ranks in other processes can write too.
+    """
+
+    def __init__(self, progress: RunProgress, *, refresh_per_second: float) -> None:
+        self._text = ProgressText(progress)
+        self._line = ""
+        self._ended = Event()
+        self._thread = Thread(target=self._refresh, args=(1 / refresh_per_second,), name="progress", daemon=True)
+        self._write()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the last state in the output; may be called twice."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        self._write()
+        say("")
+
+    def _refresh(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            self._write()
+
+    def _write(self) -> None:
+        line = "  ".join(filter(None, self._text.draw().plain.split("\n")))
+        if line != self._line:
+            print("\r" + line.ljust(len(self._line)), end="", flush=True)
+            self._line = line
+
+
+class ProgressText:
+    """The progress of a run as lines of text with bars."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        from rich.text import Text
+
+        self._text = Text
+        self._progress = progress
 
     def draw(self) -> Text:
         """Return the current display, which has the same number of lines throughout a fit."""

@@ -1,4 +1,4 @@
-"""Ranks get the classes of a notebook; a failure and an interrupt of a cell are short messages."""
+"""Ranks get the classes of a notebook; progress is one live line; a failure and an interrupt are short messages."""
 
 import re
 import textwrap
@@ -72,7 +72,8 @@ CELLS = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of the kernel's client
-def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path):
+def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with which a kernel does not show what other processes print
     cells = [nbformat.v4.new_code_cell(textwrap.dedent(source)) for source in CELLS.values()]
     notebook = nbformat.v4.new_notebook(cells=cells)
     resources = {"metadata": {"path": str(tmp_path)}}
@@ -92,4 +93,8 @@ def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path):
     ((unsaved,),) = errors["interrupt without checkpoints"]
     assert unsaved.endswith("Nothing is saved without the callback Checkpoint.")
     printed = "".join(output.get("text", "") for output in outputs["fit"])
-    assert "step 12/12  epoch 3/3" in printed and "\x1b" not in printed
+    assert "\x1b" not in printed
+    drawn = re.findall(r"\n(\repoch 1/3 .*)\nreached max_duration=3epoch: 12 steps", printed)
+    assert len(drawn) == 2, printed  # of a rank, and of the kernel itself
+    for states in drawn:
+        assert "step 0/12  0%" in states.split("\r")[1] and "step 12/12  100%" in states.split("\r")[-1]

@@ -53,6 +53,12 @@ def on_terminal() -> bool:
     return bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
+def in_notebook() -> bool:
+    """Return True in the kernel of a notebook, whose output is no terminal, but can rewrite its last line."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
 def say(text: str) -> None:
     """Write one or several lines."""
     with suppress(BrokenPipeError):  # the reader is gone (`| head`), which must not end the run
