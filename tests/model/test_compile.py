@@ -187,6 +187,13 @@ def test_inductor_with_options_trains_to_the_weights_of_an_eager_task(make_train
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_modules_of_a_class_are_compiled_once_for_each_of_their_shapes(make_trainer):
+    trainer = make_trainer(compile={"backend": "eager", "blocks": ["Linear"]}, max_duration="2epoch")
+    trainer.fit(Tower(), Data(train=regression_data(8), batch_size=4))  # 4 to 8, three of 8 to 8, 8 to 1
+    assert (trainer.run_dir / "compile.txt").read_text() == "compiled graphs: 3, graph breaks: 0, recompiles: 0\n"
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_the_run_folder_lists_graph_breaks_and_recompiles_with_their_lines(make_trainer):
     torch.compiler.reset()
     trainer = make_trainer(compile={"backend": "eager"})

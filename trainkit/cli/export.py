@@ -194,7 +194,7 @@ def _trained(settings: Settings, path: Path) -> tuple[RunComponents, int]:
     run = assemble(settings, run_dir=None, loggers=False)
     loaded = load_from(path)
     make_real(run.task)
-    record, own = loaded.payload.get(FROZEN), run.task.state_dict()
+    record, own = loaded.payload.get(FROZEN) or None, run.task.state_dict()
     if record is not None:
         check_frozen(record, own, str(path))
     run.task.load_state_dict(in_memory(completed(saved_weights(loaded.payload, str(path)), record, own)))

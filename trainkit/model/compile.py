@@ -71,7 +71,7 @@ class Compilation:
         if not self.blocks and type(task).forward is not nn.Module.forward:
             task.compile(**self._settings)
             return
-        codes: dict[type[nn.Module], CodeType] = {}  # torch counts compilations, and limits them, by code
+        codes: dict[object, CodeType] = {}  # torch counts compilations, and limits them, by code
         for module in self._chosen(task) if self.blocks else task.children():
             _compile_call(module, self._settings, codes)
 
@@ -121,8 +121,8 @@ def _nothing() -> None:
     """Stands for what is compiled, where only the settings are checked."""
 
 
-def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[type[nn.Module], CodeType]) -> None:
-    """Compile a module's call as `module.compile()` does, also for modules of torch; those of a class share graphs."""
+def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[object, CodeType]) -> None:
+    """Compile a module's call as `module.compile()` does, also for modules of torch; equal ones share graphs."""
     call = module._call_impl
 
     def inlined(*inputs: Any, **named: Any) -> Any:
@@ -130,7 +130,8 @@ def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[ty
         return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
 
     kind = type(module)
-    inlined.__code__ = codes.setdefault(kind, inlined.__code__.replace(co_name=kind.__name__))
+    alike = kind, *(parameter.shape for parameter in module.parameters())
+    inlined.__code__ = codes.setdefault(alike, inlined.__code__.replace(co_name=kind.__name__))
     module._compiled_call_impl = torch.compile(inlined, **settings)
 
 
