@@ -8,8 +8,11 @@ Needs the extra `recipes`.
 from __future__ import annotations
 
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -105,16 +108,24 @@ class DigitsData(Data):
     @cached_property
     def _images_and_digits(self) -> tuple[Tensor, Tensor]:
         """Return all images, shape (1797, 1, 8, 8), and their digits; the validation images come first."""
-        try:
-            from sklearn.datasets import load_digits
-        except ModuleNotFoundError:
-            raise UserError(
-                "the digits are in scikit-learn, which is not installed; type: pip install 'trainkit-torch[recipes]'"
-            ) from None
-        loaded = load_digits()
-        images = torch.tensor(loaded.data, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1  # pixels in [-1, 1]
+        table = read_scikit_learn("digits.csv.gz", header_lines=0)  # 64 pixels and the digit
+        images = table[:, :-1].float().view(-1, 1, 8, 8) / 8 - 1  # pixels in [-1, 1]
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-        return images[order], torch.tensor(loaded.target, dtype=torch.int64)[order]
+        return images[order], table[:, -1].long()[order]
+
+
+def read_scikit_learn(filename: str, *, header_lines: int) -> Tensor:
+    """Return the numbers of a table that is part of scikit-learn, in fp64; the last column holds the classes.
+
+    scikit-learn is not imported: that takes every rank a second.
+    """
+    package = find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise UserError(
+            f"{filename} is in scikit-learn, which is not installed; type: pip install 'trainkit-torch[recipes]'"
+        )
+    path = Path(package.submodule_search_locations[0], "datasets", "data", filename)
+    return torch.from_numpy(numpy.loadtxt(path, delimiter=",", skiprows=header_lines))
 
 
 def measure(logits: Tensor, digits: Tensor) -> dict[str, Tensor]:

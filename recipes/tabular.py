@@ -18,11 +18,13 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
+from trainkit.recipes.digits import read_scikit_learn
 
 from trainkit.data.data import Data
 from trainkit.errors import UserError, nearest
 from trainkit.task import TaskModule
 
+_FILES = {"breast_cancer": "breast_cancer.csv", "wine": "wine_data.csv", "iris": "iris.csv"}
 _SPLIT_SEED = 2001  # The split is part of the task and independent of the run's seed.
 _VALIDATION_FRACTION = 0.2
 
@@ -119,8 +121,8 @@ class TableData(Data):
         num_workers: int = 0,
     ) -> None:
         super().__init__(batch_size=batch_size, evaluation_batch_size=evaluation_batch_size, num_workers=num_workers)
-        if table not in ("breast_cancer", "wine", "iris"):
-            raise UserError(f"unknown data.table={table!r}.{nearest(table, ('breast_cancer', 'wine', 'iris'))}")
+        if table not in _FILES:
+            raise UserError(f"unknown data.table={table!r}.{nearest(table, _FILES)}")
         self.table, self.csv = table, csv
 
     def dataset(self, stage: str) -> TensorDataset:
@@ -131,7 +133,11 @@ class TableData(Data):
     @cached_property
     def _splits(self) -> tuple[TensorDataset, TensorDataset]:
         """Return the training and the validation rows with their classes."""
-        rows, classes = _read_scikit_learn(self.table) if self.csv is None else _read_csv(Path(self.csv))
+        if self.csv is None:
+            table = read_scikit_learn(_FILES[self.table], header_lines=1)
+            rows, classes = table[:, :-1], table[:, -1].long()
+        else:
+            rows, classes = _read_csv(Path(self.csv))
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         rows, classes = rows[order], classes[order]
         count = max(1, round(_VALIDATION_FRACTION * len(rows)))
@@ -139,17 +145,6 @@ class TableData(Data):
         deviation = trained.std(dim=0).clamp(min=1e-9)  # a constant column has none
         rows = ((rows - trained.mean(dim=0)) / deviation).float()
         return TensorDataset(rows[count:], classes[count:]), TensorDataset(rows[:count], classes[:count])
-
-
-def _read_scikit_learn(table: str) -> tuple[Tensor, Tensor]:
-    try:
-        from sklearn import datasets
-    except ModuleNotFoundError:
-        raise UserError(
-            "the tables are in scikit-learn, which is not installed; type: pip install 'trainkit-torch[recipes]'"
-        ) from None
-    loaded = getattr(datasets, f"load_{table}")()
-    return torch.tensor(loaded.data, dtype=torch.float64), torch.tensor(loaded.target, dtype=torch.int64)
 
 
 def _read_csv(path: Path) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """`-m`: one run for each combination of values."""
 
 import json
+import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -120,15 +122,41 @@ def children_of(pid):
 """
 
 
+SEARCHED = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=2"]
+ON_RANKS = {
+    "alone": [*TINY, "task._target_=alone.Alone", "task.lr=0.1,0.2"],
+    "optuna": [*TINY[:3], TINY[4], *SEARCHED, "task.width=choice(0,8)"],
+}
+
+
+@pytest.fixture(scope="module")
+def sweeps_on_ranks(tmp_path_factory):
+    """The folders of two sweeps whose jobs train on ranks, one after the other in one program."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ON_RANKS}
+    (folders["alone"] / "alone.py").write_text(ALONE)
+    if find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        del folders["optuna"]
+    with Program(_sweep_in, folders) as program:
+        assert program.wait() == 0
+    return folders
+
+
+def _sweep_in(folders):
+    for name, folder in folders.items():
+        os.chdir(folder)
+        argv = [*ON_RANKS[name], *QUIET, "strategy=ddp", "strategy.devices=2", "run_dir=sweep"]
+        with Path("out.txt").open("w") as out, redirect_stdout(out):
+            code = main(["fit", "-m", *argv])
+        Path("code.txt").write_text(str(code))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_job_of_ranks_starts_when_those_of_the_job_before_are_gone(tmp_path):
-    Path("alone.py").write_text(ALONE)
-    argv = [*TINY, *QUIET, "strategy=ddp", "strategy.devices=2", "task._target_=alone.Alone", "task.lr=0.1,0.2"]
-    ran = _trainkit("fit", "-m", *argv, "run_dir=sweep")
-    assert ran.returncode == 0, ran.stderr
-    assert Path("ranks.txt").read_text() == "[]\n[]\n"
-    assert [job["exit_code"] for job in _jobs(tmp_path / "sweep")] == [0, 0]
+def test_a_job_of_ranks_starts_when_those_of_the_job_before_are_gone(sweeps_on_ranks):
+    folder = sweeps_on_ranks["alone"]
+    assert (folder / "code.txt").read_text() == "0"
+    assert (folder / "ranks.txt").read_text() == "[]\n[]\n"
+    assert [job["exit_code"] for job in _jobs(folder / "sweep")] == [0, 0]
 
 
 @pytest.mark.slow
@@ -149,29 +177,14 @@ def test_joblib_runs_jobs_of_ranks_side_by_side_and_one_may_fail(tmp_path):
 
 
 @pytest.mark.slow
-def test_optuna_goes_on_after_a_failed_job_of_ranks(tmp_path):
+def test_optuna_goes_on_after_a_failed_job_of_ranks(sweeps_on_ranks):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    searched = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_jobs=1"]
-    argv = [*TINY, *QUIET, *searched, "hydra.sweeper.n_trials=2", "strategy=ddp", "strategy.devices=2"]
-    argv.remove("task.width=8")
-    ran = _trainkit("fit", "-m", *argv, "task.width=choice(0,8)", "run_dir=sweep")
-    assert ran.returncode == 2, ran.stdout + ran.stderr
-    failed, trained = sorted(_jobs(tmp_path / "sweep"), key=lambda job: job["value"] is not None)
+    folder = sweeps_on_ranks["optuna"]
+    printed = (folder / "out.txt").read_text()
+    assert (folder / "code.txt").read_text() == "2", printed
+    failed, trained = sorted(_jobs(folder / "sweep"), key=lambda job: job["value"] is not None)
     assert (failed["exit_code"], trained["exit_code"]) == (2, 0)
     assert "task.width: must be at least 1" in failed["error"]
     assert trained["value"] == trained["metrics"]["validation/loss"]
-    assert json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["steps"] == 2
-    assert "<- best" in ran.stdout and "failed: task.width" in ran.stdout
-
-
-def _command(argv):
-    sys.exit(main(argv))
-
-
-def _trainkit(*argv):
-    out, errors = Path("out.txt"), Path("errors.txt")
-    with out.open("w") as first, errors.open("w") as second:
-        streams = (0, first.fileno(), second.fileno())
-        with Program(_command, argv, streams=streams) as program:
-            code = program.wait()
-    return SimpleNamespace(returncode=code, stdout=out.read_text(), stderr=errors.read_text())
+    assert json.loads((folder / trained["run_dir"] / "summary.json").read_text())["steps"] == 2
+    assert "<- best" in printed and "failed: task.width" in printed

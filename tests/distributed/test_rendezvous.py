@@ -2,14 +2,15 @@
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from tests.program import Program
 from trainkit.checkpoint.store import load_from
+from trainkit.cli.main import main
 from trainkit.distributed.rendezvous import first_host, port_of, variables_of_task
 
 STEP = {
@@ -83,50 +84,54 @@ TOOLS = {
 }
 
 
-def sweep(folder: Path, *overrides: str, path: str) -> "subprocess.CompletedProcess[str]":
+def sweep(*overrides: str, path: str) -> tuple[int, str]:
+    """Run a sweep of one job in the working folder; return the exit code and what was printed."""
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC and "SLURM" not in key}
     task = ["recipe=digits_mlp", "strategy.device=cpu", "logger=jsonl", "callbacks=checkpoint"]
     limits = ["trainer.max_duration=2step", "trainer.limit_validation_batches=1", "run_dir=sweep"]
-    return subprocess.run(
-        [sys.executable, "-m", "trainkit", "fit", "-m", *task, *limits, *overrides],
-        cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1", "PATH": f"{path}{environment['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{path}{environment['PATH']}"}
+    with Path("printed.txt").open("w") as file:
+        streams = (0, file.fileno(), file.fileno())
+        argv = ["fit", "-m", *task, *limits, *overrides]
+        with Program(command, argv, streams=streams, environment=environment) as program:
+            code = program.wait(150)
+    return code, Path("printed.txt").read_text()
+
+
+def command(argv: list[str]) -> None:
+    sys.exit(main(argv))
 
 
 @pytest.mark.slow
-def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path):
+def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
     launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
-    done = sweep(tmp_path, "strategy=fsdp", *launcher, path="")
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, printed = sweep("strategy=fsdp", *launcher, path="")
+    assert code == 0, printed
     payload = load_from(tmp_path / "sweep" / "0").payload
     assert payload["state"]["step"] == 2
     assert "world_size=2" in payload["layout"]
 
 
 @pytest.mark.slow
-def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp_path):
+def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, script in TOOLS.items():
         (tools / name).write_text("#!/bin/bash\n" + textwrap.dedent(script.replace("{folder}", str(tmp_path))))
         (tools / name).chmod(0o755)
     launcher = ["nodes=1", "tasks_per_node=2", "timeout_min=90", "partition=gpu", "signal_delay_s=300"]
-    done = sweep(
-        tmp_path,
+    code, printed = sweep(
         "strategy=ddp",
         "hydra/launcher=submitit_slurm",
         *(f"hydra.launcher.{setting}" for setting in launcher),
         path=f"{tools}:",
     )
     log = (tmp_path / "batch.log").read_text() if (tmp_path / "batch.log").exists() else ""
-    assert done.returncode == 0, done.stdout + done.stderr + log
+    assert code == 0, printed + log
     asked = set(re.findall(r"^#SBATCH --(\S+)", (tmp_path / "submitted.sh").read_text(), re.MULTILINE))
     wanted = {"nodes=1", "ntasks-per-node=2", "time=90", "partition=gpu", "signal=USR2@300"}
     assert wanted <= asked

@@ -9,9 +9,9 @@ but the settings that it types must be right. Other languages are rejected.
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.program import Program
 from tests.recipes.tiny import make_image_folder
 from trainkit import registry
 from trainkit.cli.main import main
@@ -40,6 +41,7 @@ _SMALL = [
     "trainer.max_duration=1epoch",
     "trainer.num_sanity_batches=0",
 ]
+_FEWER = {"hydra.launcher.n_jobs": 1, "hydra.sweeper.n_trials": 2}  # test_sweep.py runs two jobs side by side
 _OTHER_PROGRAMS = {"make", "pip", "tensorboard", "python", "kill"}
 _STARTERS = {"torchrun", "srun"}  # of `trainkit` on several machines
 _RUN = {"python", "shell"}
@@ -133,7 +135,8 @@ def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
     code = [block for block in blocks_of(page) if block.language == "python" and block.title is None]
     if any('__name__ == "__main__"' in block.code for block in code):
         (folder / "page.py").write_text("\n".join(block.code for block in code), encoding="utf-8")
-        subprocess.run([sys.executable, "page.py"], check=True, timeout=300, cwd=folder)
+        with Program(runpy.run_path, str(folder / "page.py"), None, "__main__") as program:
+            assert program.wait(300) == 0
         return
     namespace: dict[str, object] = {"__name__": "page"}
     for block in code:
@@ -261,7 +264,9 @@ def made_small(words: list[str]) -> list[str]:
     if words[0] not in ("fit", "resume") or {"--cfg", "--help", "-h"} & set(words):
         return words
     typed = {word.partition("=")[0] for word in words}
+    words = [next((f"{key}={n}" for key, n in _FEWER.items() if word.startswith(f"{key}=")), word) for word in words]
     kept = [word for word in words if not word.startswith("trainer.max_duration=")]
     swept = [word for word in words if word.startswith("trainer.max_duration=") and "," in word and "[" not in word]
     small = _SMALL if words[0] == "fit" else ["trainer.max_duration=2epoch"]
+    small = [*small, "size=tiny"] if {"recipe=gpt", "recipe=char_lm"} & set(words) else small
     return [*kept, *swept, *(item for item in small if item.partition("=")[0] not in typed - {"trainer.max_duration"})]

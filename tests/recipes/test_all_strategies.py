@@ -2,8 +2,8 @@
 
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -35,34 +35,37 @@ REFERENCE = {"contrastive": dict.fromkeys(("ddp", "torch_ddp", "fusion", "fsdp")
 MEASURED = {"gan": {"train/discriminator/loss", "train/generator/loss", "validation/distance"}}
 
 
-def losses_on_this_rank(folder: str) -> dict[tuple[str, str], dict[str, float]]:
+def losses_on_this_rank(
+    folder: str, trees: dict[str, dict[str, Any]], nodes: dict[str, Any]
+) -> dict[tuple[str, str], dict[str, float]]:
     """Train every recipe under every strategy of this rank, and return the losses after three steps."""
     os.chdir(folder)  # of both ranks, which make the tokens of some recipes there
     logging.disable(logging.INFO)
     rank, found = dist.get_rank(), {}
-    nodes = {name: composed(["recipe=digits_mlp", *typed]).tree["strategy"] for name, typed in STRATEGIES.items()}
-    for recipe, typed in TINY.items():
-        settings = composed([f"recipe={recipe}", *typed, *STRATEGIES["single"]])
+    for recipe, tree in trees.items():
         for strategy in ONLY.get(recipe, DEFAULT):
             if RANK_OF.get(strategy, rank) == rank:
-                chosen = replace(settings, tree={**settings.tree, "strategy": nodes[strategy]})
-                run = assemble(chosen, run_dir=Path(f"{recipe}_{strategy}_{rank}"))
+                settings = Settings({**tree, "strategy": nodes[strategy]}, unresolved="")
+                run = assemble(settings, run_dir=Path(f"{recipe}_{strategy}_{rank}"))
                 metrics = run.trainer.fit(run.task, run.data).metrics
                 found[recipe, strategy] = {k: v for k, v in metrics.items() if k.endswith(("/loss", "/distance"))}
     return found
 
 
-def composed(typed: list[str]) -> Settings:
+def composed(typed: list[str]) -> dict[str, Any]:
     settings = ["callbacks=[]", "logger=[]", "trainer.max_duration=3step", "trainer.evaluate_every=3step"]
     settings += ["trainer.log_every=1step", "trainer.limit_validation_batches=2", "trainer.num_sanity_batches=0"]
     with compose_config() as composer:
-        return composer.settings([*typed, *settings])
+        return composer.settings([*typed, *settings]).tree
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_recipe_trains_to_the_same_losses_under_every_strategy(tmp_path):
-    first, second = run_ranks(losses_on_this_rank, 2, str(tmp_path), timeout=240)
+    nodes = {name: composed(["recipe=digits_mlp", *typed])["strategy"] for name, typed in STRATEGIES.items()}
+    single = STRATEGIES["single"]
+    trees = {recipe: composed([f"recipe={recipe}", *typed, *single]) for recipe, typed in TINY.items()}
+    first, second = run_ranks(losses_on_this_rank, 2, str(tmp_path), trees, nodes, timeout=240)
     losses = {**second, **first}
     assert set(losses) == {(recipe, strategy) for recipe in TINY for strategy in ONLY.get(recipe, DEFAULT)}
     for (recipe, strategy), found in losses.items():

@@ -5,11 +5,13 @@ import math
 import sys
 from importlib import resources
 
+import numpy
 import pytest
 import torch
 import yaml
 from trainkit.recipes.char_lm import CharLM, SourceFiles, source_texts
-from trainkit.recipes.digits import DigitsData, DigitsTask
+from trainkit.recipes.digits import DigitsData, DigitsTask, read_scikit_learn
+from trainkit.recipes.tabular import _FILES
 
 from tests.recipes.tiny import RECIPES, TINY
 from trainkit import Trainer, registry
@@ -17,6 +19,7 @@ from trainkit.cli.compose import compose_config
 from trainkit.cli.main import main
 from trainkit.cli.signatures import EXTRAS, signature_of
 from trainkit.errors import UserError
+from trainkit.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +118,29 @@ def test_the_split_of_digits_is_disjoint_and_fixed():
     assert validation.tensors[1].bincount().min() > 20  # every digit is there
 
 
+def read_before_and_after_the_import():
+    """Return whether reading tables imports scikit-learn, and by table if it has the numbers of scikit-learn."""
+    files = {"digits": ("digits.csv.gz", 0), **{name: (file, 1) for name, file in _FILES.items()}}
+    read = {name: read_scikit_learn(file, header_lines=lines) for name, (file, lines) in files.items()}
+    imports = "sklearn" in sys.modules
+    from sklearn import datasets
+
+    same = {}
+    for name, table in read.items():
+        theirs = getattr(datasets, f"load_{name}")()
+        same[name] = numpy.array_equal(table, numpy.column_stack([theirs.data, theirs.target]))
+    return imports, same
+
+
+def test_tables_of_scikit_learn_are_read_without_its_import():
+    pytest.importorskip("sklearn")
+    ((imports, same),) = run_ranks(read_before_and_after_the_import, 1)
+    assert not imports
+    assert same == dict.fromkeys(["digits", "breast_cancer", "wine", "iris"], True)
+
+
 def test_digits_without_scikit_learn_name_the_package_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"pip install 'trainkit-torch\[recipes\]'"):
         DigitsData().dataset("train")
 

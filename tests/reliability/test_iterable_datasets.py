@@ -101,13 +101,18 @@ def fit(
 ) -> tuple[dict[str, Tensor], dict[str, float], list[int]]:
     task, losses = Perceptron(), Losses()
     settings: dict[str, Any] = {"callbacks": [losses], "loggers": [], "report": False, "num_sanity_batches": 0}
+    settings["evaluate_every"] = None  # validated at the end
     trainer = Trainer(strategy, max_duration=until, precision="fp64", run_dir=run_dir, **settings)
     trainer.fit(task, data(kind, num_workers), resume=resume)
     return dict(task.state_dict()), trainer.validate(task, data(kind, num_workers)), losses.samples
 
 
-def fit_on_ranks(name: str, folder: Path, kind: str) -> Any:
-    return fit(STRATEGIES[name](device="cpu"), folder / "ranks", kind=kind, num_workers=1 if kind == "batches" else 2)
+def fit_on_ranks(name: str, folder: Path) -> dict[str, Any]:
+    num_workers = {**dict.fromkeys(LENGTHS, 2), "batches": 1}
+    return {
+        kind: fit(STRATEGIES[name](device="cpu"), folder / kind, kind=kind, num_workers=num_workers[kind])
+        for kind in num_workers
+    }
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -116,15 +121,30 @@ def assert_same(one: Any, other: Any) -> None:
     assert one[2] == other[2]
 
 
+@pytest.fixture(scope="module")
+def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Weights, metrics and samples by kind of dataset."""
+    folder = tmp_path_factory.mktemp("one")
+    return {kind: fit(SingleStrategy(device="cpu"), folder / kind, kind=kind) for kind in (*LENGTHS, "batches")}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*LENGTHS, "batches"])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_two_ranks_train_an_iterable_dataset_to_the_weights_of_one(name: str, kind: str, tmp_path: Path) -> None:
-    expected = fit(SingleStrategy(device="cpu"), tmp_path / "one", kind=kind)
-    for of_rank in run_ranks(fit_on_ranks, 2, name, tmp_path, kind):
-        assert_same(of_rank, expected)
+def test_two_replicas_train_an_iterable_dataset_to_the_weights_of_one(
+    kind: str, of_one_device: dict[str, Any], tmp_path: Path
+) -> None:
     replicas = fit(DataParallelStrategy(devices=["cpu", "cpu"]), tmp_path / "dp", kind=kind)
-    assert_same(replicas, expected)
+    assert_same(replicas, of_one_device[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_two_ranks_train_every_iterable_dataset_to_the_weights_of_one(
+    name: str, of_one_device: dict[str, Any], tmp_path: Path
+) -> None:
+    for of_rank in run_ranks(fit_on_ranks, 2, name, tmp_path):
+        for kind, expected in of_one_device.items():
+            assert_same(of_rank[kind], expected)
 
 
 def go_on(folder: Path, name: str, until: str, resume: str) -> Any:

@@ -26,7 +26,7 @@ from trainkit.strategies.ddp.comm_hooks import fp16_hook
 from tests.strategies.ddp.models import Checkpointed, SparseEmbedding
 from trainkit.testing import run_ranks
 
-STEPS = 20
+STEPS = 8
 
 # ---- Small models in which gradients arrive in every way that a Reducer must cope with
 
@@ -170,14 +170,14 @@ def distance_between_ranks(module: nn.Module) -> float:
     return max((other - flat).abs().max().item() for other in others)
 
 
-def test_weights_after_20_steps_are_those_of_stock_ddp_bit_for_bit_on_two_ranks():
+def test_weights_after_8_steps_are_those_of_stock_ddp_bit_for_bit_on_two_ranks():
     for rank in run_ranks(differences, 2, ["process_group", "shared_memory"], timeout=120):
         assert len(rank) == 2 * len(CASES)
         assert rank == dict.fromkeys(rank, (0.0, 0.0))
 
 
 @pytest.mark.slow
-def test_weights_after_20_steps_are_those_of_stock_ddp_on_three_ranks():
+def test_weights_after_8_steps_are_those_of_stock_ddp_on_three_ranks():
     for rank in run_ranks(differences, 3, ["auto"], timeout=150):
         assert len(rank) == len(CASES)
         for name, (to_stock, between_ranks) in rank.items():

@@ -6,10 +6,8 @@ import copy
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import run as torchrun
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.program import Program
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
@@ -65,7 +65,7 @@ def samples() -> TensorDataset:
 def fit(strategy: Any, task: TaskModule, *, batch_size: int = 12, **settings: Any) -> Trainer:
     trainer = Trainer(
         strategy=strategy,
-        max_duration="3epoch",
+        max_duration="2epoch",
         callbacks=[],
         loggers=[],
         log_every="1step",
@@ -100,20 +100,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 TOLERANCES = {"bfloat16": 2e-2}
 
 
-def distances_to_single(names: list[str], folder: str) -> dict[str, float]:
+@pytest.fixture(scope="module")
+def weights_of_single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """The weights of one device in each case; cases that differ in the strategy alone have the same."""
+    found: dict[str, Tensor] = {}
+    for task_arguments, _, settings in CASES.values():
+        key = str((task_arguments, settings))
+        if key not in found:
+            alone = Regression(**task_arguments)
+            fit(SingleStrategy(device="cpu"), alone, run_dir=tmp_path_factory.mktemp("single"), **settings)
+            found[key] = flat(alone)
+    return {name: found[str((task_arguments, settings))] for name, (task_arguments, _, settings) in CASES.items()}
+
+
+def distances_to(single: dict[str, Tensor], folder: str) -> dict[str, float]:
     found = {}
-    for name in names:
+    for name, weights in single.items():
         task_arguments, arguments, settings = CASES[name]
         own = {key: value for key, value in arguments.items() if key in ("accumulate", "micro_batch_size")}
         start = Regression(**task_arguments)
         strategies = {"ddp": DDPStrategy(device="cpu", **arguments)}
         if arguments == own:
             strategies["torch_ddp"] = TorchDDPStrategy(device="cpu", **own)
-        alone = copy.deepcopy(start)
-        if dist.get_rank() == 0:
-            fit(SingleStrategy(device="cpu"), alone, run_dir=f"{folder}/single {name}", **settings)
-        weights = flat(alone)
-        dist.broadcast(weights, 0)
         for kind, strategy in strategies.items():
             task = copy.deepcopy(start)
             fit(strategy, task, run_dir=f"{folder}/{kind} {name}", **settings)
@@ -122,9 +130,9 @@ def distances_to_single(names: list[str], folder: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3, 4))])
-def test_weights_are_those_of_one_device(num_ranks, tmp_path):
+def test_weights_are_those_of_one_device(num_ranks, weights_of_single, tmp_path):
     # 53 samples in batches of 12 end with one of 5, which leaves ranks with unequal shards.
-    for rank in run_ranks(distances_to_single, num_ranks, list(CASES), str(tmp_path), timeout=150):
+    for rank in run_ranks(distances_to, num_ranks, weights_of_single, str(tmp_path), timeout=150):
         for name, distance in rank.items():
             assert distance < TOLERANCES.get(name.split(" ", 1)[1], 2e-5), name
 
@@ -402,53 +410,43 @@ def test_missing_devices_are_rejected_before_a_process_starts():
         DDPStrategy(devices=2, device="cuda").validate(Regression(), Precision())
 
 
-SCRIPT = """
-    import os, sys, time
-    from pathlib import Path
-    import torch
-    from torch import nn
-    from torch.utils.data import TensorDataset
-    from trainkit import Data, TaskModule, Trainer
-    from trainkit.strategies.ddp import DDPStrategy
+class Slow(TaskModule):
+    """Leaves the pid of its rank in a folder, and takes time for a step."""
 
-    class Slow(TaskModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(4, 1)
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.net, self.folder = nn.Linear(4, 1), folder
 
-        def training_step(self, batch):
-            Path(sys.argv[1], f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-            time.sleep(0.05)
-            return self.net(batch[0]).square().mean()
+    def training_step(self, batch: Any) -> Any:
+        Path(self.folder, f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+        time.sleep(0.05)
+        return self.net(batch[0]).square().mean()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    if __name__ == "__main__":
-        data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
-        strategy = DDPStrategy(devices=2, device="cpu")
-        Trainer(strategy, max_duration="100000step", callbacks=[], loggers=[], run_dir=sys.argv[1]).fit(Slow(), data)
-"""
+
+def train_slowly(folder: str, steps: int, devices: int | str) -> None:
+    data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
+    strategy = DDPStrategy(devices=devices, device="cpu")
+    trainer = Trainer(strategy, max_duration=f"{steps}step", callbacks=[], loggers=[], run_dir=folder)
+    trainer.fit(Slow(folder), data)
 
 
 @pytest.fixture
 def training(tmp_path):
-    """A process that trains on two ranks, and the pids of these."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    try:
+    """A program that trains on two ranks, the pids of these, and the file of its errors."""
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as file:
+        caller = Program(train_slowly, str(tmp_path), 100_000, 2, streams=(0, 1, file.fileno()))
+    with caller:
         files = [tmp_path / f"rank_{rank}.pid" for rank in range(2)]
         deadline = time.monotonic() + 120
         while not all(pids := [file.read_text() if file.exists() else "" for file in files]):  # empty: being written
-            assert caller.poll() is None, caller.stderr.read()
+            assert caller.exit_code is None, errors.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        yield caller, [int(pid) for pid in pids]
-    finally:
-        caller.kill()
-        caller.wait()
-        caller.stderr.close()
+        yield caller, [int(pid) for pid in pids], errors
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -467,46 +465,38 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_no_rank_survives_a_killed_caller(training):
-    caller, pids = training
-    caller.kill()
+    caller, pids, _ = training
+    os.kill(caller.pid, signal.SIGKILL)
     wait_until_gone(pids)
 
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named(training):
-    caller, pids = training
+    caller, pids, errors = training
     os.kill(pids[1], signal.SIGKILL)
-    _, errors = caller.communicate(timeout=120)
-    assert caller.returncode == 1
-    assert f"rank 1 (pid {pids[1]}) was killed by SIGKILL" in errors
+    assert caller.wait() == 1
+    assert f"rank 1 (pid {pids[1]}) was killed by SIGKILL" in errors.read_text()
     wait_until_gone(pids)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_all_ranks_after_the_same_step(training, number, code):
-    caller, pids = training
-    caller.send_signal(number)
-    _, errors = caller.communicate(timeout=120)
-    assert caller.returncode == code, errors
-    assert "Traceback" not in errors
+    caller, pids, errors = training
+    os.kill(caller.pid, number)
+    assert caller.wait() == code, errors.read_text()
+    assert "Traceback" not in errors.read_text()
     wait_until_gone(pids)
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_ranks(tmp_path):
-    script = tmp_path / "train.py"
-    text = textwrap.dedent(SCRIPT).replace("100000step", "3step").replace("devices=2, ", "")
-    script.write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    command = ["--standalone", "--nproc-per-node=2", "-m", __name__, str(tmp_path)]
+    errors = tmp_path / "errors.txt"
+    with errors.open("w") as file, Program(torchrun.main, command, streams=(0, 1, file.fileno())) as program:
+        assert program.wait() == 0, errors.read_text()
     assert {file.name for file in tmp_path.glob("*.pid")} == {"rank_0.pid", "rank_1.pid"}
+
+
+if __name__ == "__main__":  # a rank of torchrun
+    train_slowly(sys.argv[1], 3, "auto")

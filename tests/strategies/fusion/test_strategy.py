@@ -34,20 +34,30 @@ from trainkit import Data, UserError
 from trainkit.distributed.failure_store import RankError
 from trainkit.testing import run_ranks
 
+CASES = list(itertools.product(("perceptron", "plain_conv_net", "gpt"), OPTIMIZERS))
 
-def differences_on_this_rank(transport, run_dir):
+
+def settings_of(name):
+    # In fp32 the rounding of another processor may reach any bound.
+    return {"precision": "fp64"} | ({"max_grad_norm": 0.05} if name == "perceptron" else {})
+
+
+@pytest.fixture(scope="module")
+def steps_of_single(tmp_path_factory):
+    """The weights of one device after every step of each task and optimizer."""
+    folder = tmp_path_factory.mktemp("single")
+    return {
+        (name, optimizer): trained(
+            SingleStrategy(device="cpu"), name, optimizer=optimizer, run_dir=folder, **settings_of(name)
+        )
+        for name, optimizer in CASES
+    }
+
+
+def differences_on_this_rank(transport, run_dir, steps_of_single):
     """Return the largest difference from `single` for each task, optimizer and setting."""
     found = {}
-    for name, optimizer in itertools.product(("perceptron", "plain_conv_net", "gpt"), OPTIMIZERS):
-        settings = {"max_grad_norm": 0.05} if name == "perceptron" else {}
-        settings["precision"] = "fp64"  # in fp32 the rounding of another processor may reach any bound
-        single = trained(
-            SingleStrategy(device="cpu"),
-            name,
-            optimizer=optimizer,
-            run_dir=run_dir / f"single_{dist.get_rank()}",
-            **settings,
-        )
+    for name, optimizer in CASES:
         for shard, accumulate in ((False, None), (True, None), (True, 2)):
             if accumulate and dist.get_world_size() * accumulate > 6:
                 continue
@@ -59,15 +69,16 @@ def differences_on_this_rank(transport, run_dir):
                 shard_optimizer=shard,
                 accumulate=accumulate,
             )
-            ours = trained(strategy, name, optimizer=optimizer, run_dir=run_dir / "fusion", **settings)
-            found[f"{name} {optimizer} shard={shard} accumulate={accumulate}"] = largest_difference(ours, single)
+            ours = trained(strategy, name, optimizer=optimizer, run_dir=run_dir / "fusion", **settings_of(name))
+            difference = largest_difference(ours, steps_of_single[name, optimizer])
+            found[f"{name} {optimizer} shard={shard} accumulate={accumulate}"] = difference
     return found
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", pytest.param("exchange", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_weights_equal_those_of_one_device_at_every_step(num_ranks, transport, tmp_path):
-    for found in run_ranks(differences_on_this_rank, num_ranks, transport, tmp_path, timeout=150):
+def test_weights_equal_those_of_one_device_at_every_step(num_ranks, transport, steps_of_single, tmp_path):
+    for found in run_ranks(differences_on_this_rank, num_ranks, transport, tmp_path, steps_of_single, timeout=150):
         assert len(found) == 18
         for key, difference in found.items():
             assert difference < 1e-10, key

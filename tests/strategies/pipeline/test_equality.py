@@ -245,13 +245,13 @@ def test_models_of_the_transformers_package_need_no_change(num_ranks):
     from tests.strategies.pipeline.library_models import LIBRARY
 
     exact = {name: model for name, model in LIBRARY.items() if name not in ("Mixtral", "Llava")}
-    cases = [_case(model, schedule=BOTH[index % 2]) for index, model in enumerate(exact.values())]
+    cases = [_case(model, schedule=BOTH[index % 2], num_steps=3) for index, model in enumerate(exact.values())]
     # Llava makes a tensor of each image: every micro-batch needs as many.
     cases.append(_case(LIBRARY["Llava"], sizes=[4, 4], num_steps=3))
     # A pass of each model under the other schedule, on two ranks or on four.
     others = {2: ("Gpt2", "Bert", "T5"), 4: ("Llama", "Vit", "LibraryResNet")}[num_ranks]
     cases += [
-        _case(exact[name], schedule=BOTH[1 - list(exact).index(name) % 2], num_steps=5, name=f"{name} again")
+        _case(exact[name], schedule=BOTH[1 - list(exact).index(name) % 2], num_steps=3, name=f"{name} again")
         for name in others
     ]
     _assert_equal(num_ranks, cases, tolerance=DOUBLE)
