@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from trainkit.data.data import Data
 from trainkit.errors import UserError, nearest
+from trainkit.storage import local_path
 from trainkit.task import TaskModule
 
 _SPLIT_SEED = 2001  # The split is part of the task and independent of the run's seed.
@@ -131,7 +132,8 @@ class TableData(Data):
     @cached_property
     def _splits(self) -> tuple[TensorDataset, TensorDataset]:
         """Return the training and the validation rows with their classes."""
-        rows, classes = _read_scikit_learn(self.table) if self.csv is None else _read_csv(Path(self.csv))
+        csv = None if self.csv is None else local_path(self.csv, what="data.csv")
+        rows, classes = _read_scikit_learn(self.table) if csv is None else _read_csv(csv)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         rows, classes = rows[order], classes[order]
         count = max(1, round(_VALIDATION_FRACTION * len(rows)))
