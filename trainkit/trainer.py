@@ -268,12 +268,12 @@ class Trainer:
         return self._checked_for_fit(task, data, resume), self._run_or_checkpoint(task, resume, None)
 
     def _checked_for_fit(self, task: TaskModule, data: Any, resume: str | Path | None) -> Data:
-        data = self._checked_data(task, data, "train")
+        checked = self._checked_data(task, data, "train")
         if self.requeue_after is not None and resume != AUTO:
             raise UserError(
                 "requeue=true starts the same command again, which must then resume this run; add resume=auto."
             )
-        return data
+        return checked
 
     def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> Any:
         data, start = self._checked_data(task, data, stage), _checked(checkpoint)

@@ -136,7 +136,7 @@ class RemoteRun:
             self.write(probe, b"")
             self.remove(probe)
         entries = self.manifest(folder).entries
-        if entries and not (resumes and _is_ahead(folder, entries[-1])):
+        if entries and not (resumes and (_is_ahead(folder, entries[-1]) or _lists_all(folder, entries))):
             raise UserError(
                 f"run_dir={self.url} already contains a run, whose last checkpoint is of step {entries[-1].step}. "
                 f"Continue it with resume=auto, or choose another URL."
@@ -265,6 +265,13 @@ def fetch(url: str, *, continues: RemoteRun | None = None) -> Path:
     with file_lock(target.parent / f".{name}.fetch"), store_errors(f"{url} cannot be fetched"):
         RemoteRun(folder).get(name, target)
     return target
+
+
+def _lists_all(folder: Path, entries: list[CheckpointEntry]) -> bool:
+    """Return True if the local manifest lists all checkpoints of the store, as after they were fetched."""
+    return {entry.digest for entry in entries} <= {
+        entry.digest for entry in CheckpointStore(folder / CHECKPOINTS).entries()
+    }
 
 
 def _is_ahead(folder: Path, remote: CheckpointEntry) -> bool:
