@@ -37,6 +37,7 @@ from trainkit.task import TaskModule, has_phases
 
 if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
+    from trainkit.run_dir.remote_copy import RemoteCopy
     from trainkit.run_dir.remote_run import RemoteRun
 
 AUTO = "auto"
@@ -228,7 +229,8 @@ class Trainer:
         work = partial(
             fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir, reference=reference
         )
-        with self._copied(run_dir, remote, resumes=resume is not None), self._reported(run_dir):
+        copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
+        with nullcontext() if copy is None else copy.copying(), self._reported(run_dir):
             result = self.strategy.launch(work)
         if result.weights is not None:
             if is_deferred(task):
@@ -240,10 +242,10 @@ class Trainer:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
-                raise _interrupted(result)
+                raise _interrupted(result, resume=remote.url if remote is not None else str(result.run_dir))
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.prints_run_dir and self.strategy.comm.is_main:
-            copied = "" if remote is None else f", copied to {remote.url}"
+            copied = f", copied to {config.remote}" if copy is not None and copy.is_complete else ""
             say(f"run folder: {result.run_dir}{copied}{' (see report.html)' if self.report else ''}")
         return replace(result, weights=None)
 
@@ -350,18 +352,18 @@ class Trainer:
         found.log()
         return found.run_dir
 
-    def _copied(self, run_dir: Path | None, remote: RemoteRun | None, *, resumes: bool) -> AbstractContextManager[None]:
-        """Return a context in which the run folder is copied to its URL, once that can be written to."""
+    def _remote_copy(self, run_dir: Path | None, remote: RemoteRun | None, *, resumes: bool) -> RemoteCopy | None:
+        """Return what copies the run folder to its URL, if this process does; raises UserError if it cannot."""
         if run_dir is None or remote is None:
-            return nullcontext()
+            return None
         from trainkit.distributed.rendezvous import is_main_process
 
         if not is_main_process():
-            return nullcontext()
+            return None
         from trainkit.run_dir.remote_copy import RemoteCopy
 
         remote.check(run_dir, resumes=resumes)
-        return RemoteCopy(run_dir, remote.url).copying()
+        return RemoteCopy(run_dir, remote.url)
 
     def _choose_run_dir(self, task: TaskModule, checkpoint: Path | None) -> Path | None:
         if self.fit_config.fast_dev_run:
@@ -437,11 +439,11 @@ def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path |
     return Path(path)
 
 
-def _interrupted(result: FitResult) -> KeyboardInterrupt:
+def _interrupted(result: FitResult, *, resume: str) -> KeyboardInterrupt:
     """Return the exception of an interrupted cell of a notebook, which shows nothing but its message."""
     from trainkit.checkpoint.store import resolve
 
-    then = f"To continue: Trainer(...).fit(task, data, resume={str(result.run_dir)!r})"
+    then = f"To continue: Trainer(...).fit(task, data, resume={resume!r})"
     try:
         resolve(result.run_dir or "")
     except UserError:

@@ -65,6 +65,8 @@ class RemoteCopy:
         self._manifest: bytes | None = None  # as it is in the store
         self._manifest_is_known = False
         self._files_due = 0.0
+        self.is_complete = False
+        """True once everything is in the store, after `close`."""
         self._problem = ""
         self._progress = time.monotonic()
         self._ending, self._abandoned = Event(), Event()
@@ -98,7 +100,8 @@ class RemoteCopy:
                 self.folder,
                 self.run.url,
             )
-        return not missing and not self._problem
+        self.is_complete = not missing and not self._problem
+        return self.is_complete
 
     # ---- In the thread
 

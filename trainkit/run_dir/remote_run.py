@@ -96,9 +96,11 @@ class RemoteRun:
     def names(self) -> Iterator[str]:
         """Yield the names of the files that are not checkpoints."""
         fs, root = self._at("")
+        start = f"{root.rstrip('/')}/"
         for path in fs.find(root):
-            parts = Path(str(path).removeprefix(root).strip("/")).parts
-            if parts and parts[0] != CHECKPOINTS and not any(part.startswith(".") for part in parts):
+            parts = str(path).removeprefix(start).split("/")
+            is_hidden = any(part[:1] in ("", ".") for part in parts)  # or not below the folder
+            if not is_hidden and parts[0] != CHECKPOINTS:
                 yield "/".join(parts)
 
     def _at(self, name: str) -> tuple[Any, str]:
@@ -136,7 +138,7 @@ class RemoteRun:
             self.write(probe, b"")
             self.remove(probe)
         entries = self.manifest(folder).entries
-        if entries and not (resumes and (_is_ahead(folder, entries[-1]) or _lists_all(folder, entries))):
+        if entries and not (resumes and (_lists_all(folder, entries) or _is_ahead(folder, entries[-1]))):
             raise UserError(
                 f"run_dir={self.url} already contains a run, whose last checkpoint is of step {entries[-1].step}. "
                 f"Continue it with resume=auto, or choose another URL."
