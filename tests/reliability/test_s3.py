@@ -82,6 +82,7 @@ def test_a_run_in_s3_is_trained_continued_evaluated_and_exported(server, tmp_pat
         ["fit", "config=s3://bucket/run7"],
         ["export", "checkpoint=here", "out=s3://bucket/model.safetensors"],
         ["report", "here", "out=s3://bucket/report.html"],
+        ["new", "s3://bucket/my_project"],
         ["doctor", "run_dir=s3://bucket/runs"],
         ["fit", "recipe=gpt", "data.text=s3://bucket/text"],
     ],

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 from hashlib import new as new_hash
 from pathlib import Path
@@ -16,10 +17,12 @@ from trainkit.callbacks.checkpoint import Checkpoint
 
 from tests.program import Program
 from tests.tasks import Regression, assert_same_bits, regression_data
-from trainkit import Callback, Data, Trainer, UserError, session
+from trainkit import Callback, Data, Strategy, Trainer, UserError, session
 from trainkit.checkpoint.store import CheckpointStore, load_from, resolve
+from trainkit.distributed.collectives import Collectives
 from trainkit.run_dir import remote_copy
 from trainkit.run_dir.remote_run import RemoteRun, fetch
+from trainkit.testing import run_ranks
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.local import LocalFileSystem  # noqa: E402
@@ -266,6 +269,20 @@ def test_shards_are_copied_before_the_checkpoint_is_listed(tmp_path, monkeypatch
     assert steps == {"step_00000006.shards"}
 
 
+def on_each_rank(url, steps):
+    fit(steps, run_dir=url, resume="auto", strategy="ddp")
+
+
+def test_of_ranks_that_were_started_separately_the_main_one_copies(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store/run7"
+    run_ranks(on_each_rank, 2, url, 3)
+    assert [entry["step"] for entry in listed(files_at(url))] == [3]
+    another_machine(tmp_path, monkeypatch)
+    run_ranks(on_each_rank, 2, url, 5)
+    assert [entry["step"] for entry in listed(files_at(url))] == [5]
+    assert_whole(files_at(url))
+
+
 # ---- Continued
 
 
@@ -458,6 +475,28 @@ def test_places_that_need_a_local_path_refuse_a_url(tmp_path):
         with pytest.raises(UserError, match="must be a local path, got the URL"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+class TwoHosts(Collectives):
+    def all_gather_object(self, value):
+        return [value, "another"] if value == socket.gethostname() else super().all_gather_object(value)
+
+
+class OnTwoHosts(Strategy):
+    def setup(self, precision):
+        super().setup(precision)
+        self.comm = TwoHosts()
+
+
+def test_shards_on_several_machines_are_refused_with_a_url():
+    with pytest.raises(UserError, match=r"checkpoint\.sharded=true with run_dir=memory://bucket/run7 .* are on 2;"):
+        fit(2, strategy=OnTwoHosts(device="cpu"), sharded=True)
+    assert fit(2, run_dir="runs/local", strategy=OnTwoHosts(device="cpu"), sharded=True)
+
+
+def test_a_fast_dev_run_writes_nothing_to_the_store():
+    Trainer(fast_dev_run=True, run_dir=URL).fit(Regression(), data())
+    assert files_at() == {}
 
 
 def test_files_of_a_store_stay_in_the_folder_that_they_are_fetched_to(tmp_path, monkeypatch):
