@@ -232,6 +232,48 @@ def test_a_store_that_stays_away_costs_a_warning_that_says_what_to_type(monkeypa
     assert files_at() == files_in("runs/memory/bucket/run7")
 
 
+def test_a_store_that_takes_files_and_no_manifest_gets_each_file_once_and_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr(remote_copy, "_PATIENCE_SECONDS", 0.5)
+    copied = []
+    put_file, pipe_file = MemoryFileSystem.put_file, MemoryFileSystem.pipe_file
+
+    def counted(self, source, target, **options):
+        copied.append(target)
+        return put_file(self, source, target, **options)
+
+    def refuse(self, path, content, **options):
+        if path.endswith("manifest.json"):
+            raise PermissionError("no manifest")
+        return pipe_file(self, path, content, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", counted)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    fit(4, every=None)
+    assert sum(target.endswith("00000004.pt") for target in copied) == 1
+    assert "lacks checkpoints/manifest.json: PermissionError: no manifest" in caplog.messages[-1]
+
+
+def test_files_of_a_checkpoint_that_was_never_listed_are_removed_with_it(monkeypatch):
+    first = Event()
+    write = RemoteRun.write
+
+    def refuse_the_first(self, name, content):
+        if content and not first.is_set():
+            first.set()
+            raise ConnectionError("away")
+        write(self, name, content)
+
+    monkeypatch.setattr(RemoteRun, "write", refuse_the_first)
+
+    class Wait(Callback):
+        def on_step_end(self, run):
+            if run.state.step == 3:
+                assert first.wait(60)
+
+    fit(6, more=[Wait()])
+    assert [name for name in files_at() if name.endswith(".pt")] == ["checkpoints/step_00000006.pt"]
+
+
 def test_a_run_that_another_process_writes_over_is_not_copied_any_more(monkeypatch, caplog):
     other = b'{"checkpoints": []}'
 

@@ -37,7 +37,8 @@ _EVERY_SECONDS = 2.0  # between looks at the local manifest
 _FILES_EVERY_SECONDS = 30.0  # between copies of the other files, which grow with every log point
 _FILES_SHARE = 0.1  # of the time at most
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds after a failure, doubled after each
-_PATIENCE_SECONDS = 120.0  # at the end, without a byte copied
+_PATIENCE_SECONDS = 120.0  # at the end, without a byte copied, or with failures and no file completed
+_SUMMARY = "summary.json"
 _LINKS = ".copying"  # the folder of links to files that are being copied
 
 logger = logging.getLogger(__name__)
@@ -61,14 +62,15 @@ class RemoteCopy:
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
         self.run = RemoteRun(url)
-        self._copied: dict[str, tuple[int, int]] = {"summary.json": (0, 0)}  # size and time; an earlier run's goes too
+        self._copied: dict[str, tuple[int, int]] = {_SUMMARY: (0, 0)}  # size and time of files
         self._manifest: bytes | None = None  # as it is in the store
         self._manifest_is_known = False
         self._files_due = 0.0
         self.is_complete = False
         """True once everything is in the store, after `close`."""
         self._problem = ""
-        self._progress = time.monotonic()
+        self._stored: dict[str, str] = {}  # hashes of the files of checkpoints in the store, listed there or not yet
+        self._progress = self._completed = time.monotonic()  # of bytes, and of a file
         self._ending, self._abandoned = Event(), Event()
         self._thread = Thread(target=self._copy_until_the_end, name="remote copy", daemon=True)
 
@@ -84,7 +86,7 @@ class RemoteCopy:
 
     def close(self) -> bool:
         """Wait until everything is copied and return True; give up, with a warning, if nothing moves for minutes."""
-        self._progress = time.monotonic()
+        self._progress = self._completed = time.monotonic()
         self._ending.set()
         while self._thread.is_alive() and (left := self._progress + _PATIENCE_SECONDS - time.monotonic()) > 0:
             self._thread.join(left)
@@ -124,6 +126,8 @@ class RemoteCopy:
                     self._problem,
                     self.folder,
                 )
+                if is_last and time.monotonic() - self._completed >= _PATIENCE_SECONDS:
+                    return
                 (self._abandoned if is_last else self._ending).wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
                 continue
@@ -153,9 +157,9 @@ class RemoteCopy:
                     if (self.folder / name).exists():  # else it was renamed meanwhile
                         raise
                 self._copied[name] = stamp
-        for name in self._copied.keys() - present.keys():
-            self.run.remove(name)
-            del self._copied[name]
+        if _SUMMARY not in present and _SUMMARY in self._copied:  # that of an earlier part of the run
+            self.run.remove(_SUMMARY)
+            del self._copied[_SUMMARY]
 
     def _copy_checkpoints(self) -> None:
         if not self._manifest_is_known:
@@ -163,21 +167,23 @@ class RemoteCopy:
         if self._local_manifest() == self._manifest:
             return
         there = self.run.read(LIST)
-        listed = _files_of(there)
-        with self._kept_files(listed) as (content, wanted, kept):
+        self._stored.update(_files_of(there))
+        with self._kept_files() as (content, wanted, kept):
             if content is None or content == self._manifest:
                 return
             if there not in (self._manifest, content):
                 raise _Replaced(f"Another process has written to {self.run.url} since this run began to copy there.")
             for name, path in kept.items():
                 self._put(path, name)
+                self._stored[name] = wanted[name]
             self.run.write(LIST, content)
-            self._manifest, self._progress = content, time.monotonic()
-        for name in listed.keys() - wanted.keys():
-            self.run.remove(name)
+            for name in self._stored.keys() - wanted.keys():
+                self.run.remove(name)
+                del self._stored[name]
+            self._manifest = content
 
     @contextmanager
-    def _kept_files(self, listed: dict[str, str]) -> Iterator[tuple[bytes | None, dict[str, str], dict[str, Path]]]:
+    def _kept_files(self) -> Iterator[tuple[bytes | None, dict[str, str], dict[str, Path]]]:
         """Yield the local manifest, the hashes of its files, and paths of those that are to be copied.
 
         The paths are hard links, which remain if the run removes a checkpoint while it is copied.
@@ -188,8 +194,8 @@ class RemoteCopy:
             while True:
                 content = self._local_manifest()
                 wanted = {} if content is None else _files_of(content)
-                # Those that are only in the store were listed there when the run was fetched.
-                missing = [name for name, digest in wanted.items() if listed.get(name) != digest]
+                # Those that are not here were listed there when the run was fetched.
+                missing = [name for name, digest in wanted.items() if self._stored.get(name) != digest]
                 try:
                     kept = {name: self._link(name, folder / str(number)) for number, name in enumerate(missing)}
                     break
@@ -214,6 +220,7 @@ class RemoteCopy:
     def _put(self, source: Path, name: str) -> None:
         self.run.put(source, name, callback=_progress_callback(self._moved))
         self._moved()
+        self._completed = time.monotonic()
 
     def _moved(self) -> None:
         if self._abandoned.is_set():
@@ -248,10 +255,10 @@ class RemoteCopy:
         if content is None or content == self._manifest:
             return changed
         try:
-            listed, wanted = _files_of(self._manifest), _files_of(content)
+            wanted = _files_of(content)
         except UserError:
             return [*changed, LIST]
-        return [*(name for name, digest in wanted.items() if listed.get(name) != digest), *changed, LIST]
+        return [*(name for name, digest in wanted.items() if self._stored.get(name) != digest), *changed, LIST]
 
 
 def _files_of(content: bytes | None) -> dict[str, str]:
