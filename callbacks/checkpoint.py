@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from traceback import walk_tb
 from typing import Literal
 
@@ -124,6 +125,13 @@ class Checkpoint(Callback):
         if self.trainable_only:
             _check_frozen_stay(run)
             run.checkpointer.trainable_only = True
+        if self.sharded and run.remote is not None:
+            hosts = set(run.strategy.comm.all_gather_object(socket.gethostname()))
+            if len(hosts) > 1:
+                raise UserError(
+                    f"checkpoint.sharded=true with run_dir={run.remote} works on one machine, and the ranks are on "
+                    f"{len(hosts)}; set checkpoint.sharded=false, or run_dir to a folder that every machine sees."
+                )
         store = run.checkpointer.store
         if store is not None:
             store = run.checkpointer.store = CheckpointStore(store.folder, monitor=self.monitor)

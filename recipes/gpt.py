@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from trainkit.data.data import Data
 from trainkit.data.prepare import prepare_folder
 from trainkit.errors import UserError, nearest
+from trainkit.storage import local_path
 from trainkit.task import TaskModule
 
 _NUM_BYTES = 256
@@ -239,9 +240,9 @@ class TokenFiles(Data):
             raise UserError(f"data.vocabulary={vocabulary} must be {_NUM_BYTES + 1} for data.tokenizer=bytes.")
         if tokenizer == "bpe" and vocabulary <= _NUM_BYTES + 1:
             raise UserError(f"data.vocabulary={vocabulary} must be above {_NUM_BYTES + 1} for data.tokenizer=bpe.")
-        self.text = Path(sysconfig.get_path("stdlib")) if text is None else Path(text)
+        self.text = Path(sysconfig.get_path("stdlib")) if text is None else local_path(text, what="data.text")
         self.only_top = text is None
-        self.tokens = Path(tokens)
+        self.tokens = local_path(tokens, what="data.tokens")
         self.tokenizer, self.vocabulary, self.context, self.max_bytes = tokenizer, vocabulary, context, max_bytes
 
     def dataset(self, stage: str) -> Dataset[Any]:

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from trainkit.data.data import Data
 from trainkit.data.prepare import prepare_folder
 from trainkit.errors import UserError
+from trainkit.storage import local_path
 from trainkit.task import TaskModule
 
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -215,7 +216,7 @@ class ImageData(Data):
     def _load(self, stage: str) -> tuple[Any, list[int]]:
         if self.folder is None:
             return generate(stage, self.side)
-        folder = Path(self.folder)
+        folder = local_path(self.folder, what="data.folder")
         if self.download:
             download_cifar10(folder)
         cifar = folder if folder.name == _CIFAR10_FOLDER else folder / _CIFAR10_FOLDER

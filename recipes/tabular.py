@@ -22,6 +22,7 @@ from trainkit.recipes.digits import read_scikit_learn
 
 from trainkit.data.data import Data
 from trainkit.errors import UserError, nearest
+from trainkit.storage import local_path
 from trainkit.task import TaskModule
 
 _FILES = {"breast_cancer": "breast_cancer.csv", "wine": "wine_data.csv", "iris": "iris.csv"}
@@ -133,11 +134,12 @@ class TableData(Data):
     @cached_property
     def _splits(self) -> tuple[TensorDataset, TensorDataset]:
         """Return the training and the validation rows with their classes."""
-        if self.csv is None:
+        csv = None if self.csv is None else local_path(self.csv, what="data.csv")
+        if csv is None:
             table = read_scikit_learn(_FILES[self.table], header_lines=1)
             rows, classes = table[:, :-1], table[:, -1].long()
         else:
-            rows, classes = _read_csv(Path(self.csv))
+            rows, classes = _read_csv(csv)
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         rows, classes = rows[order], classes[order]
         count = max(1, round(_VALIDATION_FRACTION * len(rows)))

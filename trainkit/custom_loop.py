@@ -20,6 +20,7 @@ from trainkit.loops.run import Run
 from trainkit.loops.worker import evaluation_loop, prepare_fit, run_on_rank
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
+from trainkit.storage import local_path
 from trainkit.strategy import StartsRanks, Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
@@ -92,9 +93,10 @@ def session(
             f"{type(trainer.strategy).__name__} starts processes, and a session is part of one. Start the program with "
             "torchrun, or put the session into a function and call strategy.launch(partial(function, strategy))."
         )
+    folder = None if run_dir is None else local_path(run_dir, what="run_dir of a session")
     data, checkpoint = trainer.check(task, data, resume=resume)
     config = trainer.fit_config
-    with run_on_rank(trainer.strategy, config, task, data, None if run_dir is None else Path(run_dir)) as run:
+    with run_on_rank(trainer.strategy, config, task, data, folder) as run:
         yield Session(run, prepare_fit(run, config, checkpoint))
         run.emit("on_fit_end")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import UserError
+from trainkit.storage import is_url
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +81,8 @@ def require_package(package: str, *, extra: str, where: str) -> None:
 
 def check_inside_run_dir(path: str, *, where: str) -> None:
     """Raise UserError if a logger's file or folder could lie outside of the run's folder."""
+    if is_url(path):
+        raise UserError(f"{where}={path!r} is a URL, and must be a name in the run's folder.")
     if Path(path).is_absolute() or ".." in Path(path).parts:
         raise UserError(f"{where}={path!r} must lie in the run's folder; write a name such as {Path(path).name!r}.")
 

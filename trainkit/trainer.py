@@ -32,11 +32,14 @@ from trainkit.run_dir.console import say
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
 from trainkit.run_dir.lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
+from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
 from trainkit.task import TaskModule, has_phases
 
 if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
+    from trainkit.run_dir.remote_copy import RemoteCopy
+    from trainkit.run_dir.remote_run import RemoteRun
 
 AUTO = "auto"
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
@@ -91,7 +94,8 @@ class Trainer:
         requeue: Requeue the SLURM job after that signal; needs `resume="auto"`.
         profile: Profile steps 10 to 15 with torch's profiler, and count the FLOPs of a step.
         report: Write `report.html` into the run folder when the run ends, also after an error.
-        run_dir: The run folder; by default a new one below `runs/`.
+        run_dir: The run folder; by default a new one below `runs/`. A run in a URL such as `s3://bucket/run7` trains in
+            `runs/s3/bucket/run7`, which is copied there in the background.
         callbacks: Callbacks or their names; by default checkpoints, progress, throughput, model summary, learning rate.
         loggers: Loggers or their names; by default TensorBoard and `metrics.jsonl`.
         config: The settings of the run as YAML, kept in its folder and its checkpoints.
@@ -195,7 +199,9 @@ class Trainer:
             if not any(type(callback) is type(profiler) for callback in self.callbacks):  # else keep its settings
                 self.callbacks.append(profiler)
         self.report = report
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.remote = check_url(run_dir) if run_dir is not None and is_url(run_dir) else None
+        """The URL that the run folder is copied to, if one was given as `run_dir`."""
+        self.run_dir = None if run_dir is None else working_folder(run_dir)
         self.prints_run_dir = callbacks is None
         """True if the end of a fit prints the run folder; by default where the default callbacks print too."""
         self.reference_batch_size: ReferenceBatchSize | None = None
@@ -208,19 +214,25 @@ class Trainer:
     def fit(self, task: TaskModule, data: Data | DataLoader[Any], *, resume: str | Path | None = None) -> FitResult:
         """Train `task` in place, print where the run folder is, and return the result.
 
-        `resume` is a run folder or a checkpoint; training continues in the same folder with the next sample. With
-        `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run of this task
-        below `runs/`, or starts a new run. After a SIGINT or SIGTERM it saves the state and raises Stopped, a
-        SystemExit with code 130 or 143; after another signal, 128 plus its number.
+        `resume` is a run folder or a checkpoint, or the URL of one; training continues in the same folder with the next
+        sample. With `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run
+        of this task below `runs/`, or starts a new run. After a SIGINT or SIGTERM it saves the state and raises
+        Stopped, a SystemExit with code 130 or 143; after another signal, 128 plus its number.
         """
-        data, checkpoint = self.check(task, data, resume=resume)
+        data = self._checked_for_fit(task, data, resume)
+        remote = self._remote_run(resume)
+        if remote is not None and is_url(resume):
+            check_not_locked(working_folder(remote.url))
+        checkpoint = self._run_or_checkpoint(task, resume, remote)
         run_dir = self._choose_run_dir(task, checkpoint)
         self.strategy.log_dir = run_dir
-        config, reference = self.fit_config, self.reference_batch_size
+        config = replace(self.fit_config, remote=None if remote is None else remote.url)
+        reference = self.reference_batch_size
         work = partial(
             fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir, reference=reference
         )
-        with self._reported(run_dir):
+        copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
+        with nullcontext() if copy is None else copy.copying(), self._reported(run_dir):
             result = self.strategy.launch(work)
         if result.weights is not None:
             if is_deferred(task):
@@ -232,10 +244,11 @@ class Trainer:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
-                raise _interrupted(result)
+                raise _interrupted(result, resume=remote.url if remote is not None else str(result.run_dir))
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.prints_run_dir and self.strategy.comm.is_main:
-            say(f"run folder: {result.run_dir}{' (see report.html)' if self.report else ''}")
+            copied = f", copied to {config.remote}" if copy is not None and copy.is_complete else ""
+            say(f"run folder: {result.run_dir}{copied}{' (see report.html)' if self.report else ''}")
         return replace(result, weights=None)
 
     def validate(
@@ -256,12 +269,15 @@ class Trainer:
 
     def check(self, task: TaskModule, data: Any, *, resume: str | Path | None) -> tuple[Data, Path | None]:
         """Return the data and the run or checkpoint to resume; raises UserError for what cannot be trained."""
-        data = self._checked_data(task, data, "train")
+        return self._checked_for_fit(task, data, resume), self._run_or_checkpoint(task, resume, None)
+
+    def _checked_for_fit(self, task: TaskModule, data: Any, resume: str | Path | None) -> Data:
+        checked = self._checked_data(task, data, "train")
         if self.requeue_after is not None and resume != AUTO:
             raise UserError(
                 "requeue=true starts the same command again, which must then resume this run; add resume=auto."
             )
-        return data, self._run_to_resume(task) if resume == AUTO else _checked(resume)
+        return checked
 
     def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> Any:
         data, start = self._checked_data(task, data, stage), _checked(checkpoint)
@@ -311,14 +327,48 @@ class Trainer:
 
         return reported(run_dir, is_main=lambda: self.strategy.comm.is_main, config_diff=self.config_diff)
 
-    def _run_to_resume(self, task: TaskModule) -> Path | None:
+    def _remote_run(self, resume: str | Path | None) -> RemoteRun | None:
+        """Return the run in a store that this one is copied to: that of `run_dir`, or the one that is resumed."""
         if self.fit_config.fast_dev_run:
             return None
+        if self.remote is not None:
+            from trainkit.run_dir.remote_run import RemoteRun
+
+            return RemoteRun(self.remote)
+        if self.run_dir is None and resume is not None and is_url(resume):
+            from trainkit.run_dir.remote_run import find_remote_run
+
+            return find_remote_run(check_url(resume))[0]
+        return None
+
+    def _run_or_checkpoint(self, task: TaskModule, resume: str | Path | None, remote: RemoteRun | None) -> Path | None:
+        """Return the local run or checkpoint to resume, fetched if it is in a store."""
+        if resume != AUTO:
+            return _checked(resume, remote)
+        if self.fit_config.fast_dev_run:
+            return None
+        if remote is not None:
+            assert self.run_dir is not None
+            check_not_locked(self.run_dir)
+            remote.continue_in(self.run_dir)
         from trainkit.run_dir.resume_auto import find_run_to_resume
 
         found = find_run_to_resume(self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration)
         found.log()
         return found.run_dir
+
+    def _remote_copy(self, run_dir: Path | None, remote: RemoteRun | None, *, resumes: bool) -> RemoteCopy | None:
+        """Return what copies the run folder to its URL, if this process does; raises UserError if it cannot."""
+        if run_dir is None or remote is None:
+            return None
+        from trainkit.distributed.rendezvous import is_main_process
+
+        if not is_main_process():
+            return None
+        from trainkit.run_dir.remote_copy import RemoteCopy
+
+        remote.check(run_dir, resumes=resumes)
+        return RemoteCopy(run_dir, remote.url)
 
     def _choose_run_dir(self, task: TaskModule, checkpoint: Path | None) -> Path | None:
         if self.fit_config.fast_dev_run:
@@ -383,23 +433,30 @@ def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:
     return made
 
 
-def _checked(path: str | Path | None) -> Path | None:
-    """Return the path of a run folder or checkpoint; raises UserError if it does not exist."""
+def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path | None:
+    """Return the path of a run folder or checkpoint, fetched if it is in a store; raises UserError if there is none.
+
+    One of the run `remote`, which continues, is fetched into the folder of that run.
+    """
     if path is None:
         return None
     if not isinstance(path, (str, Path)):
         raise UserError(f"{path!r} is not the path of a run folder or checkpoint; write 'runs/mine', or resume='auto'.")
+    if is_url(path):
+        from trainkit.run_dir.remote_run import fetch
+
+        return fetch(check_url(path), continues=remote)
     from trainkit.checkpoint.store import resolve
 
     resolve(path)
     return Path(path)
 
 
-def _interrupted(result: FitResult) -> KeyboardInterrupt:
+def _interrupted(result: FitResult, *, resume: str) -> KeyboardInterrupt:
     """Return the exception of an interrupted cell of a notebook, which shows nothing but its message."""
     from trainkit.checkpoint.store import resolve
 
-    then = f"To continue: Trainer(...).fit(task, data, resume={str(result.run_dir)!r})"
+    then = f"To continue: Trainer(...).fit(task, data, resume={resume!r})"
     try:
         resolve(result.run_dir or "")
     except UserError:

@@ -155,3 +155,41 @@ def test_parquet_without_pyarrow_says_what_to_install(monkeypatch):
 def test_files_are_data_whose_epochs_have_a_length(tmp_path):
     stage_data = Data(train=Files(write(tmp_path, [4, 5], ".jsonl")), batch_size=2, num_workers=2).stage_data("train")
     assert (stage_data.num_items, stage_data.num_workers) == (9, 2)
+
+
+@endings
+@pytest.mark.parametrize("shuffle_buffer", [0, 3])
+def test_files_of_a_store_have_the_rows_and_positions_of_local_files(tmp_path, ending, shuffle_buffer):
+    fsspec = pytest.importorskip("fsspec")
+    pattern = write(tmp_path, [4, 0, 7, 5], ending)
+    memory = fsspec.filesystem("memory")
+    for path in tmp_path.iterdir():
+        memory.pipe_file(f"/rows_{tmp_path.name}/{path.name}", path.read_bytes())
+    local = Files(pattern, shuffle_buffer=shuffle_buffer)
+    for url in (f"file://{tmp_path}/*{ending}", f"memory://rows_{tmp_path.name}/*{ending}"):
+        stored = Files(url, shuffle_buffer=shuffle_buffer)
+        assert [path.rpartition("/")[2] for path in stored.paths] == [path.rpartition("/")[2] for path in local.paths]
+        assert all(path.startswith(url.partition(":")[0]) for path in stored.paths)
+        for dataset in (local, stored):
+            dataset.set_epoch(1)
+        whole = list(local)
+        assert list(stored) == whole
+        assert len(stored) == 16
+        assert list(Files(stored.paths)) == list(Files(local.paths))
+        again = Files(url, shuffle_buffer=shuffle_buffer)
+        again.set_epoch(1)
+        again.load_state_dict({"position": 6})
+        assert list(again) == whole[6:]
+
+
+def test_files_of_a_store_are_refused_by_name(monkeypatch):
+    pytest.importorskip("fsspec")
+    with pytest.raises(UserError, match=r"the scheme 's4' is unknown\. Did you mean 's3'\?"):
+        Files("s4://bucket/*.jsonl")
+    with pytest.raises(UserError, match=r"the scheme 's4' is unknown"):
+        Files(["s4://bucket/0.jsonl"])
+    with pytest.raises(UserError, match="no file matches 'memory://nothing/"):
+        Files("memory://nothing/*.jsonl")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(UserError, match=r"pip install 'trainkit-torch\[remote\]'"):
+        Files("s3://bucket/*.jsonl")

@@ -65,13 +65,15 @@ from trainkit.checkpoint.serialization import (
 )
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
+from trainkit.storage import local_path
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+"""The file in that folder that lists its checkpoints."""
 _MOST_BYTES = 1 << 28  # of a manifest
 _SUFFIX = ".pt"
 _UNLISTED = ".unlisted"
@@ -143,7 +145,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path | str, *, monitor: Monitor | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder = local_path(folder, what="the folder of checkpoints")
         self._monitor = monitor
 
     # ---- Saving
@@ -359,8 +361,9 @@ def load_from(path: Path | str, comm: Collectives = _ALONE) -> LoadedCheckpoint:
     A file that no manifest lists is verified by the checksums inside it. The state of the task and of its optimizers
     is on the disk, as from `CheckpointStore.load`. Collective over the processes of `comm`.
     """
-    if not Path(path).is_file():
-        return CheckpointStore(_checkpoints_folder(Path(path))).load_last(comm)
+    path = local_path(path, what="the path of a run or checkpoint")
+    if not path.is_file():
+        return CheckpointStore(_checkpoints_folder(path)).load_last(comm)
     chosen = resolve(path)
     entry: CheckpointEntry | None = None
     with suppress(OSError, *DAMAGED_TEXT):
@@ -376,8 +379,8 @@ def resolve(path: Path | str, which: str = "last") -> Path:
 
     `which` is "last", "best" or a checkpoint's name, and is ignored for a file.
     """
-    path = Path(path)
-    if path.is_file() and path.name != _MANIFEST:
+    path = local_path(path, what="the path of a run or checkpoint")
+    if path.is_file() and path.name != MANIFEST:
         return path
     store = CheckpointStore(_checkpoints_folder(path))
     entries = store.entries()
@@ -404,13 +407,18 @@ def resolve(path: Path | str, which: str = "last") -> Path:
 
 def parse_manifest(folder: Path) -> Manifest:
     """Return the manifest in the folder's file; raises one of DAMAGED_TEXT if it is damaged."""
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     if path.exists() and not (path.is_file() and path.stat().st_size <= _MOST_BYTES):
         raise ValueError("the manifest is not a file, or holds more than a manifest can")
-    document = json.loads(path.read_bytes())
+    return manifest_of(path.read_bytes(), folder)
+
+
+def manifest_of(content: bytes, folder: Path) -> Manifest:
+    """Return the manifest of `folder` with this content; raises one of DAMAGED_TEXT if it is damaged."""
+    document = json.loads(content)
     version = document["format_version"]
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise too_new(path, version)
+        raise too_new(folder / MANIFEST, version)
     if document.pop("digest") != _digest_of(document):
         raise ValueError("the manifest was altered")
     entries = []
@@ -444,7 +452,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "checkpoints": checkpoints,
     }
     document["digest"] = _digest_of(document)
-    write_text(folder / _MANIFEST, json.dumps(document, indent=2) + "\n")
+    write_text(folder / MANIFEST, json.dumps(document, indent=2) + "\n")
 
 
 def _digest_of(document: Mapping[str, Any]) -> str:
@@ -458,7 +466,7 @@ def _read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         problem = "is missing"
     except OSError as error:
-        raise CheckpointError(f"{folder / _MANIFEST} cannot be read: {reason(error)}.") from error
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {reason(error)}.") from error
     except CheckpointError:
         raise
     except DAMAGED_TEXT:
@@ -466,7 +474,7 @@ def _read_manifest(folder: Path) -> Manifest:
     entries = _entries_of_files(folder)
     if entries or problem == "is damaged":
         logger.warning(
-            "%s %s; using the %d undamaged checkpoints in the folder", folder / _MANIFEST, problem, len(entries)
+            "%s %s; using the %d undamaged checkpoints in the folder", folder / MANIFEST, problem, len(entries)
         )
     return Manifest(entries, None)
 
@@ -497,9 +505,9 @@ def _checkpoints_folder(path: Path) -> Path:
         raise _not_found(path)
     if (path / CHECKPOINTS).is_dir():
         return path / CHECKPOINTS
-    if (path / _MANIFEST).exists() or any(path.glob(f"*{_SUFFIX}")):
+    if (path / MANIFEST).exists() or any(path.glob(f"*{_SUFFIX}")):
         return path
-    runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{_MANIFEST}"))
+    runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{MANIFEST}"))
     if runs:
         raise CheckpointError(
             f"{path} holds {len(runs)} runs, not one. The latest is {path / runs[-1]}. All: {first_names(runs[::-1])}."
@@ -574,5 +582,5 @@ def _not_found(path: Path) -> CheckpointError:
 
 def _no_checkpoint_in(folder: Path) -> CheckpointError:
     names = sorted(path.name for path in folder.glob(f"*{_SUFFIX}"))
-    there = f" These files are not in its {_MANIFEST}: {first_names(names)}; name a file to load it." if names else ""
+    there = f" These files are not in its {MANIFEST}: {first_names(names)}; name a file to load it." if names else ""
     return CheckpointError(f"There is no complete checkpoint in {folder}.{there}")

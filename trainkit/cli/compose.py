@@ -38,6 +38,7 @@ from trainkit.cli.validate import (
 )
 from trainkit.errors import UserError, nearest
 from trainkit.registry import plugin_settings
+from trainkit.storage import local_path
 
 CONFIG = "config"
 CONFIG_FILE = "config.yaml"
@@ -155,7 +156,8 @@ def read_saved(path: str | Path, *, trusted: bool = False) -> SavedConfig:
     """Return the config of a run folder, or in a `config.yaml`; raises UserError if it cannot be read."""
     from trainkit.run_dir.folder import read_config  # here, as it imports torch
 
-    file = Path(path, CONFIG_FILE) if Path(path).is_dir() else Path(path)
+    path = local_path(path, what="config")
+    file = path / CONFIG_FILE if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{path} is not a run folder: it has no {CONFIG_FILE}.")
     try:

@@ -20,6 +20,7 @@ from trainkit import __version__, registry
 from trainkit.cli.main import Arguments, print_table
 from trainkit.cli.signatures import EXTRAS, is_installed
 from trainkit.errors import UserError, nearest
+from trainkit.storage import local_path
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -49,7 +50,7 @@ class Check:
 
 def doctor(arguments: Arguments) -> int:
     """Print the result of every check and return 1 if one is a problem; `run_dir=PATH` is the folder for runs."""
-    folder = Path(arguments.take("run_dir") or "runs")
+    folder = local_path(arguments.take("run_dir") or "runs", what="run_dir of doctor")
     ranks = arguments.take("devices") or "2"
     if arguments.overrides:
         key = arguments.overrides[0].partition("=")[0]

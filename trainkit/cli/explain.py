@@ -27,7 +27,7 @@ _SECTIONS = {
     "strategy": "Devices and processes to train on.",
     "callbacks": "Additions to the training loop; +callbacks=NAME adds one, ~callbacks.NAME removes one.",
     "logger": "Destinations of metrics; +logger=NAME adds one, ~logger.NAME removes one.",
-    "run_dir": "The run's folder; null: a new one, runs/<recipe>/<date_time>.",
+    "run_dir": "The run's folder, or a URL, s3://bucket/run7, to copy it to; null: a new runs/<recipe>/<date_time>.",
     "vars": "Your own values, for ${vars.name} elsewhere.",
 }
 _CHAPTERS = {

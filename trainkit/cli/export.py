@@ -25,6 +25,7 @@ from trainkit.data.data import Data
 from trainkit.data.loader import open_loader
 from trainkit.errors import UserError, nearest
 from trainkit.model.deferred_init import make_real
+from trainkit.storage import local_path
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 
@@ -60,7 +61,7 @@ def export(arguments: Arguments) -> int:
     typed = arguments.take("out")
     if not typed:
         raise UserError(f"export needs a checkpoint and an output file. Type {_EXAMPLE}")
-    out = Path(typed)
+    out = local_path(typed, what="out")
     name = arguments.take("format") or _BY_SUFFIX.get(out.suffix, "safetensors")
     if name not in _FORMATS:
         raise UserError(f"format={name} is unknown.{nearest(name, _FORMATS)} Valid: {', '.join(_FORMATS)}.")

@@ -90,7 +90,7 @@ options:
 """
 _RUN_OPTIONS = """\
 options:
-  checkpoint=PATH     a run folder (its last checkpoint), a checkpoint file, or RUN_FOLDER/best
+  checkpoint=PATH     a run folder (its last checkpoint), a checkpoint file, or RUN_FOLDER/best; or the URL of one
   --config-dir DIR    add your own folder of groups, such as recipe/mine.yaml
   --trust             import the classes and functions that the run's config names
   --cfg job           print the config and exit

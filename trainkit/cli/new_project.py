@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainkit.cli.main import Arguments
 from trainkit.errors import UserError
+from trainkit.storage import local_path
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable  # it moves in later versions of Python
@@ -24,7 +25,7 @@ def new(arguments: Arguments) -> int:
     """Write the project in a new folder."""
     if len(arguments.overrides) != 1:
         raise UserError(f"new takes one name. Type {_EXAMPLE}")
-    path = Path(arguments.overrides[0])
+    path = local_path(arguments.overrides[0], what="the folder of a project")
     _check_name(path)
     for written in create_project(path):
         print(f"  {written}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.cli.main import Arguments, choices, print_table
 from trainkit.errors import UserError, nearest
+from trainkit.storage import is_url, local_path
 
 _EXAMPLE = "trainkit report runs/digits/2026-01-31_12-00-00"
 _SHOWN = 8
@@ -17,7 +18,7 @@ _NEEDS = "Needs the extra `"
 def report(arguments: Arguments) -> int:
     """Write the report of a run or sweep, or the comparison of several runs, and print its path."""
     out = arguments.take("out")
-    wrong = [text for text in arguments.overrides if "=" in text and not Path(text).exists()]
+    wrong = [text for text in arguments.overrides if "=" in text and not is_url(text) and not Path(text).exists()]
     if wrong:
         raise UserError(f"report takes folders and out=FILE, not {wrong[0].partition('=')[0]}. Type {_EXAMPLE}")
     folders = [_existing(text) for text in arguments.overrides]
@@ -46,11 +47,13 @@ def report(arguments: Arguments) -> int:
     except DAMAGED_TEXT as error:
         where = " or ".join(map(str, folders))
         raise UserError(f"a file in {where} is not what a run writes: {type(error).__name__}: {error}.") from error
-    print(write_page(page, path if out is None else Path(out)))
+    print(write_page(page, path if out is None else local_path(out, what="out")))
     return 0
 
 
 def _existing(text: str) -> Path:
+    if is_url(text):
+        return _fetched(text)
     path = Path(text)
     if path.exists():
         return path
@@ -60,6 +63,16 @@ def _existing(text: str) -> Path:
     beside = sorted(child.name for child in parent.iterdir() if child.is_dir() and not child.name.startswith("."))
     near = nearest(path.name, beside) or (f" There are: {_first(beside)}." if beside else "")
     raise UserError(f"{text}: {parent} does not contain {path.name}.{near}")
+
+
+def _fetched(url: str) -> Path:
+    """Return the local folder of a run in a store, without its checkpoints."""
+    from trainkit.run_dir.remote_run import find_remote_run
+
+    run, _ = find_remote_run(url)
+    if run is None:
+        raise UserError(f"{url} is not a run folder.")
+    return run.fetch(None)
 
 
 def _run_in(path: Path) -> Path:

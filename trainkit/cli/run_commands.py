@@ -45,8 +45,10 @@ from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
 from trainkit.run_dir.console import printable
 from trainkit.run_dir.folder import choose_run_dir
+from trainkit.run_dir.remote_run import fetch, find_remote_run
 from trainkit.run_dir.resume_auto import find_run_to_resume
 from trainkit.signals import EXIT_CODES
+from trainkit.storage import is_url, working_folder
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
@@ -74,14 +76,18 @@ def fit(arguments: Arguments) -> int:
 
 def resume(arguments: Arguments) -> int:
     """Continue a run in its own folder, or a checkpoint outside of its run in a new one, with config and overrides."""
-    path = checkpoint_path(arguments)
+    typed = _path_argument(arguments)
+    remote = find_remote_run(typed)[0] if is_url(typed) else None
+    path = _existing(typed) if remote is None else remote.fetch(None)
     settings = settings_of_run(arguments, path)
     if arguments.cfg:
         return show_config(settings, arguments)
-    resolve(path)
     chosen = settings.tree["run_dir"]
+    if remote is not None:
+        return _train(settings, chosen or remote.url, arguments, resume=typed)
+    resolve(path)
     own = choose_run_dir(settings.name) if _is_outside_of_its_run(path) else run_folder_of(path)
-    return _train(settings, Path(chosen) if chosen else own, arguments, resume=path)
+    return _train(settings, chosen or own, arguments, resume=path)
 
 
 def validate(arguments: Arguments) -> int:
@@ -102,14 +108,14 @@ def predict(arguments: Arguments) -> int:
 # ---- Training
 
 
-def resume_hint(stopped: Stopped, run_dir: Path, tree: Mapping[str, Any]) -> str:
+def resume_hint(stopped: Stopped, run_dir: Path | str, tree: Mapping[str, Any]) -> str:
     """Return the message about a stopped run of the config `tree`: its checkpoint, and the command that resumes it."""
     by, callbacks = f"stopped by {stopped.signal_name}", tree["callbacks"] or {}
     nodes = callbacks.values() if isinstance(callbacks, Mapping) else callbacks
     saving = next((node for node in nodes if node and str(node.get("_target_")).endswith(".Checkpoint")), None)
     saves_at_end = saving is not None and saving.get("save_at_end", True)
     try:
-        checkpoint = resolve(run_dir)
+        checkpoint = resolve(working_folder(run_dir))
     except UserError:
         if tree["trainer"].get("fast_dev_run"):
             return f"{by}; fast_dev_run=true saves nothing."
@@ -121,26 +127,29 @@ def resume_hint(stopped: Stopped, run_dir: Path, tree: Mapping[str, Any]) -> str
     return f"{by}; {where}. To continue: {resume_command(run_dir, tree)}"
 
 
-def interrupt_hint(run_dir: Path, tree: Mapping[str, Any]) -> str:
+def interrupt_hint(run_dir: Path | str, tree: Mapping[str, Any]) -> str:
     """Return the message about a run that a second SIGINT ended: what is not saved, and how to go on."""
     try:
-        checkpoint = resolve(run_dir)
+        checkpoint = resolve(working_folder(run_dir))
     except UserError:
         return "interrupted; nothing was saved. To start again, type the same command."
     command = resume_command(run_dir, tree)
     return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: {command}"
 
 
-def new_run_dir(settings: Settings) -> Path:
-    """Return the chosen folder, or a new one; raises UserError if the chosen one contains a run."""
-    if settings.tree["run_dir"] is None:
+def new_run_dir(settings: Settings) -> Path | str:
+    """Return the chosen folder or URL, or a new folder; raises UserError if the chosen one contains a run."""
+    run_dir: str | None = settings.tree["run_dir"]
+    if run_dir is None:
         return choose_run_dir(settings.name)
-    folder = Path(settings.tree["run_dir"])
+    folder = working_folder(run_dir)
     if any((folder / name).exists() for name in (CONFIG_FILE, CHECKPOINTS, "multirun.yaml", "sweep.json")):
+        if is_url(run_dir):
+            raise UserError(f"{folder} already contains the run of {run_dir}. Add resume=auto, or choose another URL.")
         raise UserError(
             f"run_dir={folder} already contains a run. Type trainkit resume {folder}, or choose another folder."
         )
-    return folder
+    return run_dir if is_url(run_dir) else folder
 
 
 def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[ConfigChange] | None:
@@ -178,7 +187,7 @@ def _reference_batch_size(composer: ConfigComposer, settings: Settings) -> Refer
 
 def _train(
     settings: Settings,
-    run_dir: Path,
+    run_dir: Path | str,
     arguments: Arguments,
     *,
     resume: Path | str | None = None,
@@ -199,10 +208,10 @@ def _train(
     return 0
 
 
-def _run_dir_to_continue(settings: Settings) -> Path:
-    """Return the chosen folder, or that of the newest unfinished run of the recipe, or a new one."""
+def _run_dir_to_continue(settings: Settings) -> Path | str:
+    """Return the chosen folder or URL, or the folder of the newest unfinished run of the recipe, or a new one."""
     if settings.tree["run_dir"] is not None:
-        return Path(settings.tree["run_dir"])
+        return str(settings.tree["run_dir"])
     durations = Duration.parse_all(settings.tree["trainer"].get("max_duration", "1epoch"), where="max_duration")
     return find_run_to_resume(None, name=settings.name, max_duration=durations).run_dir or choose_run_dir(settings.name)
 
@@ -213,8 +222,22 @@ def _run_dir_to_continue(settings: Settings) -> Path:
 def checkpoint_path(arguments: Arguments) -> Path:
     """Return the path of the run or checkpoint in `arguments`, which may be RUN_FOLDER/best or another name in a run.
 
-    Raises UserError if there is none.
+    One in a store is fetched. Raises UserError if there is none.
     """
+    return _existing(_path_argument(arguments))
+
+
+def _existing(typed: str) -> Path:
+    if is_url(typed):
+        return fetch(typed)
+    path = Path(typed)
+    if path.exists():
+        return path
+    in_a_run = (run_folder_of(path) / CHECKPOINTS).is_dir()
+    return resolve(path.parent, path.name) if in_a_run else resolve(path)
+
+
+def _path_argument(arguments: Arguments) -> str:
     if arguments.take("run") is not None:
         raise UserError("run=PATH is renamed to checkpoint=PATH.")
     typed = arguments.take("checkpoint")
@@ -223,11 +246,7 @@ def checkpoint_path(arguments: Arguments) -> Path:
     if not typed:
         example = _EXAMPLE if arguments.command == "resume" else f"checkpoint={_EXAMPLE}"
         raise UserError(f"{arguments.command} needs a run or a checkpoint. Type trainkit {arguments.command} {example}")
-    path = Path(typed)
-    if path.exists():
-        return path
-    in_a_run = (run_folder_of(path) / CHECKPOINTS).is_dir()
-    return resolve(path.parent, path.name) if in_a_run else resolve(path)
+    return typed
 
 
 def run_folder_of(path: Path) -> Path:
@@ -328,7 +347,7 @@ class RunComponents:
     data: Any
 
 
-def assemble(settings: Settings, *, run_dir: Path | None, loggers: bool = True) -> RunComponents:
+def assemble(settings: Settings, *, run_dir: Path | str | None, loggers: bool = True) -> RunComponents:
     """Create the objects of a config, the task's weights from `trainer.seed`.
 
     Without `loggers` only callbacks write files. Raises ConfigError with the errors of all constructors.

@@ -26,6 +26,8 @@ EXTRAS = {
     "transformers": "transformers",
     "torchmetrics": "metrics",
     "ray": "ray",
+    "fsspec": "remote",
+    "s3fs": "remote",
     "wandb": "wandb",
     "mlflow": "mlflow",
     "PIL": "images",

@@ -36,6 +36,7 @@ from trainkit.report.run_report import REPORT, write_page
 from trainkit.report.sweep_report import SWEEP, sweep_report
 from trainkit.run_dir.console import printable
 from trainkit.signals import EXIT_CODES
+from trainkit.storage import local_path
 
 _MOST_CHECKED = 200
 _HYDRA_OVERRIDES = (
@@ -118,7 +119,7 @@ def sweep(arguments: Arguments) -> int:
         overrides = Overrides(arguments.overrides, options=composer.options, sweep=True)
         first = _check_jobs(composer, overrides, local=plugins.get("hydra/launcher", "basic") in _LOCAL_LAUNCHERS)
         objective = find_objective(first.tree)
-        folder = new_run_dir(first)
+        folder = local_path(new_run_dir(first), what="run_dir of a sweep")
         if first.tree["run_dir"] is None:
             folder = folder.with_name(f"{folder.name}_sweep")
         deletions = [key for key, _ in overrides.deletions]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from glob import glob
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.utils.data import IterableDataset
 
 from trainkit.data.order import sample_seed
 from trainkit.errors import UserError
+from trainkit.storage import check_url, file_system, is_url, store_errors
 
 JSONL_ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _READ_ROWS = 1024  # of a parquet file at a time
@@ -35,7 +37,8 @@ class Files(IterableDataset[dict[str, Any]]):
 
     Args:
         paths: Files, or a pattern such as `data/*.parquet`, whose files are sorted by name. Names end with `.parquet`
-            (which needs pyarrow), `.jsonl` or `.ndjson`, the latter two also with `.gz`.
+            (which needs pyarrow), `.jsonl` or `.ndjson`, the latter two also with `.gz`. URLs such as
+            `s3://bucket/part-*.jsonl` are read through fsspec.
         columns: The columns that are read; by default all.
         shuffle_buffer: Rows of a file that are read together and shuffled; 0 keeps the order of the files.
         seed: Of the shuffled orders.
@@ -53,10 +56,12 @@ class Files(IterableDataset[dict[str, Any]]):
         if isinstance(shuffle_buffer, bool) or not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
             raise UserError(f"shuffle_buffer must be a whole number of rows, 0 or more, got {shuffle_buffer!r}.")
         pattern = isinstance(paths, (str, Path))
-        found = sorted(glob(str(paths), recursive=True)) if pattern else [str(path) for path in paths]  # type: ignore[union-attr]
+        found = _matching(paths) if isinstance(paths, (str, Path)) else [str(path) for path in paths]
         if not found:
             raise UserError(f"Files: no file matches {str(paths)!r}." if pattern else "Files: there are no paths.")
         for path in found:
+            if is_url(path):
+                file_system(path)  # refuses an unknown scheme
             if not path.endswith((".parquet", *JSONL_ENDINGS)):
                 raise UserError(f"Files: {path} ends with none of .parquet, {', '.join(JSONL_ENDINGS)}.")
         if any(path.endswith(".parquet") for path in found):
@@ -119,7 +124,8 @@ class Files(IterableDataset[dict[str, Any]]):
         if number not in self._lengths:
             path = self.paths[number]
             if path.endswith(".parquet"):
-                self._lengths[number] = _pyarrow_parquet().read_metadata(path).num_rows
+                with _opened(path) as file:
+                    self._lengths[number] = _pyarrow_parquet().read_metadata(file).num_rows
             else:
                 self._lengths[number] = sum(1 for _ in _lines(path))
         return self._lengths[number]
@@ -149,7 +155,7 @@ class Files(IterableDataset[dict[str, Any]]):
                 ) from None
 
     def _parquet_rows(self, path: str, first: int) -> Iterable[dict[str, Any]]:
-        with _pyarrow_parquet().ParquetFile(path) as file:
+        with _opened(path) as content, _pyarrow_parquet().ParquetFile(content) as file:
             group = 0
             while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
                 first -= file.metadata.row_group(group).num_rows
@@ -168,8 +174,29 @@ def _permutation(count: int, seed: int, number: int) -> list[int]:
 
 def _lines(path: str) -> Iterator[bytes]:
     """Yield the lines of a file that are not blank."""
-    with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+    with _opened(path) as content, gzip.open(content) if path.endswith(".gz") else nullcontext(content) as file:
         yield from (line for line in file if not line.isspace())
+
+
+def _matching(pattern: str | Path) -> list[str]:
+    """Return the files that match a pattern, sorted by name; those of a store as URLs."""
+    if not is_url(pattern):
+        return sorted(glob(str(pattern), recursive=True))
+    fs, path = file_system(check_url(pattern))
+    with store_errors(f"Files: {pattern} cannot be listed"):
+        return sorted(str(fs.unstrip_protocol(found)) for found in fs.glob(path))
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    """Open a file, local or in a store, for reading; the connection is that of this process."""
+    if not is_url(path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    fs, inside = file_system(path)
+    with fs.open(inside, "rb") as file:
+        yield file
 
 
 def _pyarrow_parquet() -> Any:

@@ -10,6 +10,7 @@ Names of dead ranks get a reply too, which nobody reads.
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import time
@@ -80,6 +81,11 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
                 "MASTER_PORT": environment.get("MASTER_PORT", str(port_of(environment.get(job, "0")))),
             }
     return {}
+
+
+def is_main_process() -> bool:
+    """Return True unless torchrun, SLURM or submitit started this process as another rank than 0."""
+    return {**os.environ, **variables_of_task(os.environ)}.get("RANK", "0") == "0"
 
 
 def first_host(hosts: str) -> str:

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainkit.errors import UserError, nearest
+from trainkit.storage import local_path
 from trainkit.task import OptimizerSpec, TaskModule
 
 IGNORED_LABEL = -100
@@ -140,6 +141,7 @@ class HuggingFaceTask(TaskModule):
         LoRA adapters are merged into the weights. With `adapter_only` they are written alone, in the format of peft.
         The tokenizer is that of the pretrained weights, if the model began with some.
         """
+        folder = local_path(folder, what="the folder of save_pretrained")
         has_adapters = _has_adapters(self.model)
         if adapter_only and not has_adapters:
             raise UserError("the model has no adapter; train it with task.lora.rank=8, or export the whole model.")

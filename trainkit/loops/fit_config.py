@@ -49,6 +49,8 @@ class FitConfig:
     loggers: list[Logger]
     yaml: str
     """All settings of the run as YAML, kept in its folder and its checkpoints."""
+    remote: str | None = None
+    """The URL that the run folder is copied to."""
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:

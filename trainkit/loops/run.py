@@ -85,6 +85,8 @@ class Run:
     seed: int
     run_dir: Path | None
     """The run's folder; `None` for a run that writes nothing."""
+    remote: str | None = None
+    """The URL that the run folder is copied to."""
     config: str = ""
     """All settings of the run as YAML."""
     max_steps: int | None = None

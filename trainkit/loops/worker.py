@@ -141,6 +141,7 @@ def run_on_rank(
                 signals=signals,
                 seed=config.seed,
                 run_dir=strategy.comm.broadcast_object(run_dir),
+                remote=config.remote,
                 config=config.yaml,
             )
             if run.run_dir is not None and run.is_main:
