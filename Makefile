@@ -27,7 +27,7 @@ test-all: $(READY) ## all tests in one go
 	$(PYTEST) --durations=20 $(ARGS)
 
 torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
-	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py $(ARGS)
+	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)
 
 zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: half an hour
 	TRAINKIT_ZOO=all $(PYTEST) --dist load tests/strategies/pipeline tests/model/test_deferred_init.py --durations=6 $(ARGS)

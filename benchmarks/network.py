@@ -21,14 +21,11 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ddp_step import MODELS, Squares
+from hosts import PORT, Hosts, become_bridge, why_no_hosts
 from torch import Tensor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -62,96 +60,6 @@ DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
 LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0}
 WARM_UP = 2
 HEADER_BYTES = 14 + 20 + 32  # of a packet, which a network device counts
-PORT = 29400
-NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
-
-# ---- Hosts
-
-HOST = """
-hostname host{host}
-mount -t tmpfs tmpfs /dev/shm
-mount -t sysfs sysfs /sys
-echo {boot_id} > /dev/shm/boot_id
-mount --bind /dev/shm/boot_id /proc/sys/kernel/random/boot_id
-echo "127.0.0.1 localhost" > /dev/shm/hosts
-for host in $(seq 0 {last_host}); do echo 10.77.0.$((host + 1)) host$host >> /dev/shm/hosts; done
-mount --bind /dev/shm/hosts /etc/hosts
-echo "hosts: files" > /dev/shm/nsswitch.conf
-mount --bind /dev/shm/nsswitch.conf /etc/nsswitch.conf
-echo ready
-read go
-ip link set lo up
-ip addr add 10.77.0.{number}/24 dev eth0
-ip link set eth0 up
-tc qdisc add dev eth0 root tbf {limit}
-export MASTER_ADDR=10.77.0.1 MASTER_PORT={port} WORLD_SIZE={world_size} GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1
-export LOCAL_WORLD_SIZE={ranks} FIRST_RANK=$(({host} * {ranks}))
-exec "$@"
-"""
-
-
-def why_no_hosts() -> str | None:
-    """Return None if hosts can be made here, else the reason."""
-    missing = [name for name in ("unshare", "ip", "tc") if shutil.which(name) is None]
-    if missing:
-        return f"{' and '.join(missing)} not found; type: apt-get install iproute2 util-linux"
-    if os.geteuid() != 0:
-        return "hosts are network namespaces, which need root"
-    links = "ip link add name br0 type bridge && ip link add name v0 type veth peer name v1"
-    command = ["unshare", *NAMESPACES, "sh", "-ec", f"{links} && tc qdisc add dev v0 root tbf {_limit(100)}"]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"namespaces cannot be made: {outcome.stderr.strip()}" if outcome.returncode else None
-
-
-def _limit(megabits: float) -> str:
-    """Return tc's arguments for a link of this rate."""
-    return f"rate {megabits}mbit burst {max(128 * 1024, int(megabits * 125))} latency 50ms"
-
-
-def run_on_hosts(arguments: Sequence[str], *, hosts: int, ranks: int, megabits: float, name: str) -> Any:
-    """Run this file with `arguments` on every rank of every host, and return what rank 0 prints, read as JSON."""
-    processes: list[subprocess.Popen[str]] = []
-    _call(f"ip link add name {name} type bridge")
-    _call(f"ip link set {name} up")
-    try:
-        for host in range(hosts):
-            script = HOST.format(
-                host=host,
-                number=host + 1,
-                boot_id=uuid.uuid4(),
-                limit=_limit(megabits),
-                port=PORT,
-                ranks=ranks,
-                last_host=hosts - 1,
-                world_size=hosts * ranks,
-            )
-            command = ["unshare", *NAMESPACES, "sh", "-ec", script, "sh", sys.executable, __file__, *arguments]
-            pipe = subprocess.PIPE
-            processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
-        for host, process in enumerate(processes):
-            assert process.stdout is not None
-            process.stdout.readline()  # its namespaces exist
-            _call(f"ip link add name {name}h{host} type veth peer name eth0 netns {process.pid}")
-            _call(f"ip link set {name}h{host} master {name} up")
-            _call(f"tc qdisc add dev {name}h{host} root tbf {_limit(megabits)}")
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.close()
-        assert processes[0].stdout is not None
-        printed = processes[0].stdout.read()
-        if any([process.wait() for process in processes]):
-            sys.exit("a rank failed")
-        return json.loads(printed)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _call(command: str) -> None:
-    subprocess.run(command.split(), check=True)
-
 
 # ---- Ranks
 
@@ -335,20 +243,18 @@ def main() -> None:
         reason = why_no_hosts()
         if reason is not None:
             sys.exit(f"network.py cannot run here: {reason}")
-        command = [sys.executable, __file__, *sys.argv[1:], "--role", "bridge"]
-        os.execvp("unshare", ["unshare", *NAMESPACES, *command])  # its end is the end of all hosts
+        become_bridge(sys.executable, __file__, *sys.argv[1:], "--role", "bridge")
     results = {}
     layouts = itertools.product(options.models, options.hosts, options.ranks)
     for number, (model, hosts, ranks) in enumerate(layouts):
         title = f"{model}, {hosts} x {ranks} at {options.rate:g} Mbit/s"
         arguments = ["--role", "host", "--models", model, "--rounds", str(options.rounds)]
-        found = run_on_hosts(
-            [*arguments, "--contenders", *options.contenders],
-            hosts=hosts,
-            ranks=ranks,
-            megabits=options.rate,
-            name=f"net{number}",
-        )
+        command = [sys.executable, __file__, *arguments, "--contenders", *options.contenders]
+        with Hosts(command, count=hosts, ranks=ranks, megabits=options.rate, name=f"net{number}") as started:
+            printed = started.read_line(0)
+            if any([process.wait() for process in started.processes]):
+                sys.exit("a rank failed")
+        found = json.loads(printed)
         results[f"{model} {hosts}x{ranks}"] = found
         if not options.json:
             show(title, found, hosts=hosts, megabits=options.rate)
