@@ -72,7 +72,8 @@ def cut_the_link(name: str, mended: bool, run_dir: str) -> None:
     """Run two ranks on two hosts, cut the link of the second, and print what they print, as JSON."""
     command = [sys.executable, "-m", __spec__.name, "rank", name, run_dir]
     with Hosts(command, count=2, ranks=1, megabits=1000) as hosts:
-        assert hosts.read_line(0) == "cut\n"
+        first = hosts.read_line(0)
+        assert first == "cut\n", first
         hosts.link(1, "down")
         if mended:
             time.sleep(CUT_SECONDS)

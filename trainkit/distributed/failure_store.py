@@ -32,7 +32,7 @@ STORE_SECONDS = 10.0  # to wait for the store, which answers at once unless its 
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 """Parts of the messages of errors that are raised when a rank is gone."""
-_LOST = (*GONE, "Timed out waiting", "wait timeout")
+_LOST = (*GONE, "Timed out waiting", "wait timeout", "Application timeout")
 
 _T = TypeVar("_T")
 _NOT_THE_USERS = frozenset({"torch", "trainkit", *sys.stdlib_module_names})
