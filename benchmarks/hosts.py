@@ -127,6 +127,12 @@ class Hosts:
         assert output is not None
         return output.readline()
 
+    def read_lines(self, host: int) -> list[str]:
+        """Return the other lines that a host prints, once its program has ended."""
+        output = self.processes[host].stdout
+        assert output is not None
+        return output.readlines()
+
 
 def _call(command: str) -> None:
     subprocess.run(command.split(), check=True)

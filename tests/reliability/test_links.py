@@ -72,13 +72,13 @@ def cut_the_link(name: str, mended: bool, run_dir: str) -> None:
     """Run two ranks on two hosts, cut the link of the second, and print what they print, as JSON."""
     command = [sys.executable, "-m", __spec__.name, "rank", name, run_dir]
     with Hosts(command, count=2, ranks=1, megabits=1000) as hosts:
-        first = hosts.read_line(0)
-        assert first == "cut\n", first
+        while (line := hosts.read_line(0)) != "cut\n":
+            assert line, "rank 0 has ended before the cut"
         hosts.link(1, "down")
         if mended:
             time.sleep(CUT_SECONDS)
             hosts.link(1, "up")
-        print(json.dumps([json.loads(hosts.read_line(host)) for host in (0, 1)]))
+        print(json.dumps([json.loads(hosts.read_lines(host)[-1]) for host in (0, 1)]))
 
 
 def outcomes(name: str, *, mended: bool, folder: Path) -> list[Any]:
