@@ -3,10 +3,11 @@
     python benchmarks/network.py                                           2 and 4 hosts with 1 and 2 ranks each
     python benchmarks/network.py --hosts 2 --ranks 2 --rate 1000 --models gpt4 --contenders wire torch_ddp ddp
 
-Hosts are Linux namespaces (hosts.py), which need root. All contenders live in the same processes and take turns step by step. `wire` sends over plain sockets
-what every host must send at least, 2 (H-1)/H of the gradients; headers (4.5 % at 1500 bytes a packet) and confirmations
-are what it takes above the least time, which is these bytes divided by the rate. Times are medians of the slowest rank;
-bytes are those of the host that sends most, counted by its network device, without the headers of Ethernet, IP and TCP.
+Hosts are Linux namespaces (hosts.py), which need root. All contenders live in the same processes and take turns step by
+step. `wire` sends over plain sockets what every host must send at least, 2 (H-1)/H of the gradients; headers (4.5 % at
+1500 bytes a packet) and confirmations are what it takes above the least time, which is these bytes divided by the rate.
+Times are medians of the slowest rank; bytes are those of the host that sends most, counted by its network device,
+without the headers of Ethernet, IP and TCP.
 """
 
 from __future__ import annotations
