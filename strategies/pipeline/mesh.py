@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -72,8 +73,9 @@ class PipelineMesh:
     def leave(self, *, destroy: bool = True) -> None:
         """Leave the process groups, and end their threads; without `destroy` other ranks may still wait in them."""
         created, self._created, self._groups = self._created, [], None
-        for group in created if destroy else ():
-            dist.destroy_process_group(group)
+        while created and destroy:
+            dist.destroy_process_group(created.pop())
+        gc.collect()  # threads end with the last reference
 
     def _new_group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self.timeout)

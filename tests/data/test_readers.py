@@ -1,10 +1,12 @@
 """Readers: the fast ones give exactly the batches of the slow one."""
 
+import gc
 import random
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
@@ -20,6 +22,7 @@ from trainkit.data.readers import (
     read_samples,
     request_seed,
 )
+from trainkit.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float16]
 
@@ -199,3 +202,32 @@ def test_seeds_of_requests_differ_by_seed_epoch_and_position():
     seeds = {request_seed(*triple) for triple in triples}
     assert len(seeds) == len(triples)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Collecting(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        gc.collect()
+        return index
+
+
+class Holder:
+    """Refers to itself and to a process group, so that only the garbage collector ends them."""
+
+    def __init__(self):
+        self.itself, self.group = self, dist.new_group([0])
+        dist.all_reduce(torch.ones(1), group=self.group)
+
+
+def read_after_a_group_has_ended():
+    gc.disable()
+    dist.destroy_process_group(Holder().group)
+    reader = make_reader(Collecting(), default_collate)
+    pool = WorkerPool(reader, num_workers=1, pin_memory=False, persistent=False)
+    return [batch.tolist() for batch in pool.read([Request(torch.tensor([0, 1]), 0)])]
+
+
+def test_a_worker_does_not_collect_process_groups_of_its_rank():
+    assert run_ranks(read_after_a_group_has_ended, 1, timeout=60) == [[[0, 1]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
@@ -83,6 +84,11 @@ def collate(collate_fn: Collate, samples: list[Any]) -> Any:
         ) from None
 
 
+def _keep_inherited(_: int) -> None:
+    """Never collect what a worker has inherited: the end of a process group waits for threads that no worker has."""
+    gc.freeze()
+
+
 class Request(NamedTuple):
     """The samples of one micro-batch, for a worker to read."""
 
@@ -108,6 +114,7 @@ class WorkerPool:
             collate_fn=_no_collate,
             pin_memory=pin_memory,
             persistent_workers=persistent,
+            worker_init_fn=_keep_inherited,
             # A separate generator: the loader would otherwise draw from the global one and change the run's randomness.
             generator=torch.Generator(),
         )
@@ -179,6 +186,7 @@ class WorkerIterator(Iterator[Any]):
             num_workers=1,
             prefetch_factor=ahead,
             collate_fn=_no_collate,
+            worker_init_fn=_keep_inherited,
             generator=torch.Generator().manual_seed(seed),
         )
         self._items = iter(loader)  # starts the worker, with the dataset as it is now
