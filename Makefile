@@ -29,8 +29,8 @@ test-all: $(READY) ## all tests in one go
 torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)
 
-zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: half an hour
-	TRAINKIT_ZOO=all $(PYTEST) --dist load tests/strategies/pipeline tests/model/test_deferred_init.py --durations=6 $(ARGS)
+zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: an hour
+	TRAINKIT_ZOO=all $(PYTEST) --dist load tests/strategies tests/model tests/parity --durations=6 $(ARGS)
 
 check: installed ## format, lint, types
 	$(BIN)/ruff format --check .

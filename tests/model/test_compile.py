@@ -13,6 +13,7 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.marks import in_make_zoo
 from tests.tasks import Regression, assert_close, assert_same_bits, regression_data
 from trainkit import Data, TaskModule, Trainer
 from trainkit.errors import UserError
@@ -177,6 +178,7 @@ def test_blocks_are_compiled_by_name_or_class_and_nothing_else(make_trainer):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.slow
+@in_make_zoo
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
 def test_inductor_with_options_trains_to_the_weights_of_an_eager_task(make_trainer):
     data = Data(train=regression_data(8), batch_size=4)

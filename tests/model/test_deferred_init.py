@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainkit.strategies.single import SingleStrategy
 
+from tests.marks import EVERY_CASE
 from trainkit import TaskModule, Trainer, UserError, deferred_init
 from trainkit.model.deferred_init import (
     Operation,
@@ -260,7 +261,7 @@ def test_models_of_transformers_have_the_values_of_their_constructor(name):
 @pytest.mark.filterwarnings("ignore")  # of the tasks' own constructors
 def test_tasks_of_the_zoo_have_the_values_of_their_constructor():
     pytest.importorskip("transformers")
-    from tests.strategies.pipeline.zoo.tasks import EVERY_CASE, LIBRARY, TASKS
+    from tests.strategies.pipeline.zoo.tasks import LIBRARY, TASKS
 
     refused, unequal = [], []
     for name, build in (TASKS | LIBRARY if EVERY_CASE else TASKS).items():

@@ -21,6 +21,7 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.equality import TASKS, ConvNet, Perceptron, images, largest_difference, make, numbers
+from tests.marks import in_make_zoo
 from trainkit import Callback, Data, Phase, Trainer, UserError
 from trainkit.cli.main import Arguments, main
 from trainkit.cli.parity import parity
@@ -563,7 +564,7 @@ def largest_differences(run_dir, lengths):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=in_make_zoo), 3])
 def test_every_strategy_has_the_weights_of_single_on_every_task_and_layout(num_ranks, tmp_path):
     # 25 samples: the last batch has a single one, so that ranks are without; on two ranks also a whole one.
     lengths = (24, 25) if num_ranks == 2 else (25,)

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from trainkit.data.loader import open_loader
 from trainkit.run_dir import remote_copy
 from trainkit.strategy import Strategy
 
-pytest.importorskip("s3fs")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("s3fs") is None, reason="needs s3fs")]
 
 TINY = ["trainer.num_sanity_batches=0", "task.width=4", "data.batch_size=64", "callbacks=[checkpoint]"]
 

@@ -39,6 +39,7 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 from tests.equality import numbers
 from tests.loops.test_phases import Adversarial, Manual, made
 from tests.loops.test_phases import samples as adversarial_samples
+from tests.marks import in_make_zoo
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes
 from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
@@ -206,10 +207,11 @@ ON_ANY = [name for name in CASES if name != "replicated"]
         (2, ON_TWO),
         pytest.param(4, ["replicated"], marks=pytest.mark.slow),
         pytest.param(1, ON_ANY, marks=pytest.mark.slow),
-        pytest.param(2, [name for name in ON_ANY if name not in ON_TWO], marks=pytest.mark.slow),
-        pytest.param(3, ON_ANY, marks=pytest.mark.slow),
+        pytest.param(3, [name for name in ON_ANY if name not in ON_TWO], marks=pytest.mark.slow),
+        pytest.param(2, ON_ANY, marks=[pytest.mark.slow, in_make_zoo]),
+        pytest.param(3, ON_ANY, marks=[pytest.mark.slow, in_make_zoo]),
     ],
-    ids=["2 ranks", "4 ranks", "all on 1", "others on 2", "all on 3"],
+    ids=["2 ranks", "4 ranks", "all on 1", "others on 3", "all on 2", "all on 3"],
 )
 def test_weights_and_losses_are_those_of_one_device(num_ranks, names, trained_alone, tmp_path):
     for rank in run_ranks(differences_from_single, num_ranks, trained_alone(names), str(tmp_path), timeout=150):
@@ -445,6 +447,7 @@ def compiled_by_inductor(folder: str) -> tuple[float, float, int]:
 
 
 @pytest.mark.slow
+@in_make_zoo
 @pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
 def test_units_that_inductor_compiles_train_to_the_weights_of_one_device(tmp_path):
@@ -492,7 +495,7 @@ def deferred_and_whole(names: list[str], folder: str) -> list[bool]:
     ("num_ranks", "names"),
     [
         (2, ["blocks"]),
-        pytest.param(4, ["replicated"], marks=pytest.mark.slow),
+        pytest.param(4, ["replicated"], marks=[pytest.mark.slow, in_make_zoo]),
         pytest.param(3, ["nested units", "frozen", "recomputed"], marks=pytest.mark.slow),
     ],
     ids=["2 ranks", "4 ranks", "3 ranks"],

@@ -22,6 +22,7 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.marks import in_make_zoo
 from tests.program import Program
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.optim.precision import Precision
@@ -129,7 +130,14 @@ def distances_to(single: dict[str, Tensor], folder: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3, 4))])
+@pytest.mark.parametrize(
+    "num_ranks",
+    [
+        2,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3)),
+        pytest.param(4, marks=[pytest.mark.slow, in_make_zoo]),
+    ],
+)
 def test_weights_are_those_of_one_device(num_ranks, weights_of_single, tmp_path):
     # 53 samples in batches of 12 end with one of 5, which leaves ranks with unequal shards.
     for rank in run_ranks(distances_to, num_ranks, weights_of_single, str(tmp_path), timeout=150):

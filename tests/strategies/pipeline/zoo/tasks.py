@@ -1,10 +1,8 @@
 """The zoo: all tasks that a pipeline must train as one process does, or refuse; `REFUSED` has the sentences."""
 
-import os
 from functools import partial
 
-import pytest
-
+from tests.marks import EVERY_CASE
 from tests.strategies.pipeline import library_models, models, recipe_models
 from tests.strategies.pipeline.zoo import state
 from tests.strategies.pipeline.zoo.architectures import ARCHITECTURES
@@ -14,10 +12,6 @@ from tests.strategies.pipeline.zoo.functions import FUNCTIONS
 from tests.strategies.pipeline.zoo.memories import MEMORIES
 from tests.strategies.pipeline.zoo.modules import MODULES
 from tests.strategies.pipeline.zoo.structures import STRUCTURES
-
-EVERY_CASE = os.environ.get("TRAINKIT_ZOO") == "all"
-"""True in `make zoo`, which holds tasks against one process in more ways than all other tests together."""
-in_make_zoo = pytest.mark.skipif(not EVERY_CASE, reason="`make zoo` runs it")
 
 PIECES = {name: partial(Called, function) for name, function in FUNCTIONS.items()} | MODULES | MEMORIES | STRUCTURES
 """What `Chain` puts between layers, by name."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.marks import in_make_zoo
 from tests.strategies.pipeline.zoo import tasks
 from tests.strategies.pipeline.zoo.chain import Chain
 from tests.strategies.pipeline.zoo.comparison import differences, places
@@ -51,8 +52,9 @@ def test_random_tasks_train_as_in_one_process(random_task):
 
 
 @pytest.mark.slow
+@in_make_zoo
 @_IGNORED
-@settings(max_examples=500 if tasks.EVERY_CASE else 50, **_SETTINGS)
+@settings(max_examples=500, **_SETTINGS)
 @given(random_task=_random_tasks())
 def test_many_random_tasks_train_as_in_one_process(random_task):
     _assert_equal(random_task, num_steps=2)

@@ -6,6 +6,7 @@ from itertools import cycle
 
 import pytest
 
+from tests.marks import EVERY_CASE
 from tests.strategies.pipeline import library_models, models, recipe_models
 from tests.strategies.pipeline.zoo import tasks
 from tests.strategies.pipeline.zoo.comparison import difference
@@ -13,7 +14,7 @@ from trainkit.errors import UserError
 from trainkit.testing import run_ranks
 
 BOUND = 1e-9
-LIMIT_SECONDS = 3600 if tasks.EVERY_CASE else 600
+LIMIT_SECONDS = 3600 if EVERY_CASE else 600
 TOO_FEW = re.compile(r"the step can be partitioned into at most \d+ stages")
 
 
@@ -54,7 +55,7 @@ AT_ONCE = 12
 
 def _shares():
     """Return ranks, schedules and tasks, each task in one case; `make zoo` has all, the library's too, in each."""
-    if tasks.EVERY_CASE:
+    if EVERY_CASE:
         return [(*case, names) for names in (tasks.EQUAL, *_pieces(tasks.OF_LIBRARY)) for case in CASES]
     names = tasks.in_chains(name for name in tasks.EQUAL if name not in ELSEWHERE)
     return [(*case, [name for name, turn in zip(names, cycle(TURNS)) if turn == case]) for case in CASES]

@@ -12,6 +12,7 @@ from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.marks import EVERY_CASE, in_make_zoo
 from tests.strategies.pipeline.training import Training, make, step_batches
 from tests.strategies.pipeline.zoo import tasks
 from tests.strategies.pipeline.zoo.comparison import largest_difference
@@ -87,9 +88,9 @@ def test_two_replicas_on_one_device_have_the_weights_of_one_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*IN_TURN, pytest.param("torch_ddp", marks=tasks.in_make_zoo)])
+@pytest.mark.parametrize("kind", [*IN_TURN, pytest.param("torch_ddp", marks=in_make_zoo)])
 def test_two_ranks_have_the_weights_of_one_process(kind):
-    names = NAMES if tasks.EVERY_CASE else NAMES[IN_TURN.index(kind) :: len(IN_TURN)]
+    names = NAMES if EVERY_CASE else NAMES[IN_TURN.index(kind) :: len(IN_TURN)]
     if kind == "fsdp":
         names = [name for name in names if name not in OF_FSDP]
     if kind == "torch_ddp":  # which trains no phases
