@@ -44,8 +44,10 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # one of many tests will need it, and would wait for its imports
-        strategies = [f"trainkit.strategies.{name}.strategy" for name in ("ddp", "fusion", "pipeline")]
-        start_fork_server(preload=["pytest", "trainkit.testing", "yaml", "transformers.models", *strategies])
+        used = ["callbacks.model_summary", "loggers.tensorboard", "report.run_report", "strategies.torch_ddp"]
+        used += [f"strategies.{name}.strategy" for name in ("ddp", "fsdp", "fusion", "pipeline")]
+        preload = ["pytest", "trainkit.testing", "yaml", "transformers.models", *(f"trainkit.{name}" for name in used)]
+        start_fork_server(preload=preload)
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,36 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainkit.distributed.fork_server import FORK_SERVER_BLOCKS, start_fork_server
+
+PATIENCE = 600
+"""Seconds after which something has hung, and is not slow because the machine is busy."""
+
+
+def wait_until(is_so: Callable[[], object], *, runs: Callable[[], bool] = lambda: True, said: Any = str) -> None:
+    """Wait until something is so; fails with what `said` returns if it never is, or once `runs` returns False."""
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert runs(), said()
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Return True if there is such a process and it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Program:
@@ -61,7 +83,7 @@ class Program:
         code: int | None = self._process.exitcode
         return code
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Return the exit code, within some seconds."""
         self._process.join(seconds)
         assert self.exit_code is not None, f"the program has not ended in {seconds} s"

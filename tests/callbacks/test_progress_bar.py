@@ -221,7 +221,7 @@ def piped_run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
         [sys.executable, "-W", "error", progress_program.__file__, str(folder), "fit"],
         capture_output=True,
         check=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "PYTHONIOENCODING": "utf-8"},
     )
 

@@ -36,7 +36,7 @@ def _errors(capsys, *argv):
 
 def _python(*command, check=True):
     """Run Python and return the finished process."""
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=check, timeout=120)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=check, timeout=600)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["fit", "--help"], ["recipes"]], ids=" ".join)
@@ -113,7 +113,7 @@ def test_keys_are_completed_without_importing_torch():
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert "trainer.max_duration=" in ran.stdout
     assert "torch" not in ran.stdout.split()
@@ -282,7 +282,7 @@ def test_python_dash_m_works_at_the_root_of_the_repository():
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     assert "trainkit fit recipe=digits" in ran.stdout

@@ -66,7 +66,7 @@ def _trainkit(folder, *argv):
     script = os.path.join(os.path.dirname(sys.executable), "trainkit")  # the installed script, not python -m
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [script, *argv], cwd=folder, capture_output=True, text=True, check=False, timeout=120, env=environment
+        [script, *argv], cwd=folder, capture_output=True, text=True, check=False, timeout=600, env=environment
     )
 
 

@@ -3,13 +3,12 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.program import Program
+from tests.program import Program, wait_until
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
 from trainkit.cli.run_commands import resume_hint
@@ -108,10 +107,7 @@ def test_a_signal_ends_the_run_resumably_and_says_how(number, code, tmp_path):
     argv = ["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=1e6step", "trainer.evaluate_every=null"]
     with Path("said.txt").open("w+") as file:
         with Program(_command, argv, streams=(0, file.fileno(), file.fileno())) as program:
-            limit = time.monotonic() + 120
-            while not list(Path("run").glob("checkpoints/*.pt")):
-                assert time.monotonic() < limit and program.exit_code is None
-                time.sleep(0.05)
+            wait_until(lambda: list(Path("run").glob("checkpoints/*.pt")), runs=lambda: program.exit_code is None)
             os.kill(program.pid, number)
             ended = program.wait()
         said = Path("said.txt").read_text()

@@ -166,7 +166,7 @@ def test_joblib_runs_jobs_of_ranks_side_by_side_and_one_may_fail(tmp_path):
     # In an interpreter of its own: joblib starts its workers from the main module.
     command = [sys.executable, "-m", "trainkit", "fit", "-m", *argv, "hydra/launcher=joblib"]
     ran = subprocess.run(
-        [*command, "hydra.launcher.n_jobs=2"], capture_output=True, text=True, check=False, timeout=120
+        [*command, "hydra.launcher.n_jobs=2"], capture_output=True, text=True, check=False, timeout=600
     )
     assert ran.returncode == 2, ran.stderr
     jobs = _jobs(tmp_path / "sweep")

@@ -18,7 +18,7 @@ OUTSIDE_THE_CORE = ("trainkit.strategies", "trainkit.callbacks", "trainkit.recip
 def loaded_by(statement, *names):
     """Return those of the named modules that a fresh interpreter has loaded after a statement."""
     program = f"import sys; {statement}; print(*[name for name in {names!r} if name in sys.modules])"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
     return ended.stdout.split()
 
 

@@ -89,5 +89,5 @@ def test_accumulation_and_replicas_print_the_weights_of_the_hand_written_loop(pa
 @pytest.mark.parametrize("parts", [2, 3])
 def test_each_rank_of_ddp_prints_the_weights_of_accumulation(parts, tmp_path):
     expected = trained(SingleStrategy(device="cpu", accumulate=parts), parts, tmp_path / "single")
-    for weights in run_ranks(trained_on_this_rank, parts, tmp_path / "ddp", timeout=120):
+    for weights in run_ranks(trained_on_this_rank, parts, tmp_path / "ddp"):
         assert_printed_equal(weights, expected)

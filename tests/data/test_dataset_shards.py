@@ -91,7 +91,7 @@ class ThreadRanks:
     def __init__(self, world_size):
         self.world_size = world_size
         self.turn = threading.Lock()
-        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.barrier = threading.Barrier(world_size, timeout=600)
         self.values = [None] * world_size
         self.gathers = 0
 

@@ -42,7 +42,7 @@ def test_four_processes_at_once_have_the_same_complete_folder(locks: bool, tmp_p
     (tmp_path / "begun").mkdir()
     (tmp_path / "made").mkdir()
     calls = [partial(prepare_with_others, locks, folder, number) for number in range(4)]
-    outcomes = run_processes(calls, patience=0.0, timeout=120)
+    outcomes = run_processes(calls, patience=0.0, timeout=600)
     assert [outcome.failure for outcome in outcomes] == [None] * 4
     found = [outcome.value for outcome in outcomes]
     assert found[0][0] == ["first", "second"]

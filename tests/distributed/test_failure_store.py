@@ -103,9 +103,7 @@ def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     ],
 )
 def test_a_timeout_reports_the_position_of_the_rank_that_hangs(strategy, where, waits, hangs, tmp_path):
-    message = rank_outcomes(fit_until_rank_1_hangs, 2, strategy, where, str(tmp_path), timeout=120, patience=60)[
-        0
-    ].value
+    message = rank_outcomes(fit_until_rank_1_hangs, 2, strategy, where, str(tmp_path), patience=60)[0].value
     assert message.startswith(f"rank 0 timed out after {LIMIT:g} s in ")
     assert waits in message
     assert "rank 0: waits" in message

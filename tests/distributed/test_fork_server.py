@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.program import Program
+from tests.program import Program, is_running, wait_until
 from trainkit.cli import main as cli
 from trainkit.distributed.launcher import run_processes
 
@@ -27,12 +26,8 @@ print(forkserver._forkserver._forkserver_pid)
 
 
 def test_the_server_is_started_without_torch_and_ends_with_its_caller_during_its_imports():
-    ended = subprocess.run([sys.executable, "-c", STARTED], check=True, capture_output=True, text=True, timeout=120)
-    server = Path(f"/proc/{int(ended.stdout)}")
-    deadline = time.monotonic() + 120
-    while server.exists() and "Z" not in (server / "stat").read_text().split()[2]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ended = subprocess.run([sys.executable, "-c", STARTED], check=True, capture_output=True, text=True, timeout=600)
+    wait_until(lambda: not is_running(int(ended.stdout)))
 
 
 PRELOADED = """
@@ -55,7 +50,7 @@ def test_an_interrupt_during_the_imports_of_the_server_reaches_its_caller_alone(
     (tmp_path / "launches.py").write_text(LAUNCHED)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(tmp_path / "launches.py")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (ended.stdout, ended.stderr) == ("0\n", "")
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
-from tests.program import Program
+from tests.program import Program, wait_until
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.distributed.failure_store import RankError
@@ -37,13 +37,6 @@ from trainkit.distributed.launcher import (
     launch_ranks,
     run_processes,
 )
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def ended(function: Callable[[], None]) -> tuple[int, str]:

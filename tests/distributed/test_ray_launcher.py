@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.program import wait_until
 from trainkit import Callback, Data, Stopped, TaskModule, Trainer, UserError
 from trainkit.checkpoint.store import load_from
 
@@ -115,9 +115,7 @@ def test_an_error_of_the_task_is_raised_by_the_caller_and_is_in_the_logs_of_rank
 
 def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path):
     def send() -> None:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("starts_*.txt"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(list(tmp_path.glob("starts_*.txt"))) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=send, daemon=True).start()

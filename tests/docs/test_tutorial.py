@@ -17,7 +17,7 @@ def test_the_tutorial_prints_equal_weights_as_its_page_shows_them(tmp_path):
     )
     (tmp_path / "page.py").write_text(program, encoding="utf-8")
     run = subprocess.run(
-        [sys.executable, "page.py"], check=True, timeout=120, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "page.py"], check=True, timeout=600, cwd=tmp_path, capture_output=True, text=True
     )
     assert run.stdout == printed
     # Each of six runs prints its name and the weights after two epochs; the first three are on two devices.

@@ -79,7 +79,7 @@ def test_curves_settings_and_media_are_in_one_run_also_after_a_resume(tmp_path: 
     """)
     ended = subprocess.run(
         [sys.executable, "-W", "error::UserWarning:trainkit", "-c", program],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
 

@@ -65,7 +65,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
 
 
 def wait_for(event: threading.Event) -> None:
-    assert event.wait(120), "training did not go on while the checkpoint was written"
+    assert event.wait(600), "training did not go on while the checkpoint was written"
 
 
 def wait_for_writer() -> None:

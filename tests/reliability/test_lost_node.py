@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from tests.program import Program
+from tests.program import Program, wait_until
 from trainkit import Callback, Data, Strategy, TaskModule, Trainer
 from trainkit.checkpoint.store import load_from
 
@@ -90,10 +89,11 @@ def exit_codes(folder: Path) -> dict[str, int]:
     """Run an agent for each machine, and return how they ended; no process is left."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
     with agent("lost", store.port, folder / "run", folder / "lost.log") as lost:
-        deadline = time.monotonic() + 120
-        while not store.check([RENDEZVOUS]) or store.get(RENDEZVOUS) == NOBODY:
-            assert time.monotonic() < deadline and lost.exit_code is None, (folder / "lost.log").read_text()
-            time.sleep(0.05)
+        wait_until(
+            lambda: store.check([RENDEZVOUS]) and store.get(RENDEZVOUS) != NOBODY,
+            runs=lambda: lost.exit_code is None,
+            said=(folder / "lost.log").read_text,
+        )
         with agent("kept", store.port, folder / "run", folder / "kept.log") as kept:
             return {"lost": lost.wait(), "kept": kept.wait()}
 

@@ -177,7 +177,7 @@ def test_ranks_on_gpus_exchange_a_flag_through_host_memory():
 
 
 def test_all_ranks_repeat_a_step_if_one_runs_out_of_memory():
-    first, second = run_ranks(on_two_ranks, 2, timeout=120.0)
+    first, second = run_ranks(on_two_ranks, 2)
     assert first == second
 
 
@@ -247,7 +247,7 @@ def grown() -> dict[str, Any]:
 
 
 def test_micro_batches_of_shards_grow_as_far_as_memory_allows_on_every_rank_and_keep_their_size_in_a_resumed_run():
-    first, second = run_ranks(grown, 2, timeout=120.0)
+    first, second = run_ranks(grown, 2)
     assert first == second
     assert first == {  # shards of 8, 8 and 6 samples
         "large": [*[1] * 8, *[2] * 4, 4, 2, 8, 8, 6],

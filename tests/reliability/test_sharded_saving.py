@@ -132,7 +132,7 @@ def save_in_background(folder: Path) -> None:
     write, continued = ShardWriter.write, threading.Event()
 
     def later(writer: ShardWriter) -> Any:
-        assert continued.wait(120), "training did not continue while the shards were written"
+        assert continued.wait(600), "training did not continue while the shards were written"
         return write(writer)
 
     def slowly(writer: ShardWriter) -> Any:

@@ -46,7 +46,7 @@ def opened(path: Path, tmp_path: Path, *, width: int = 1200) -> dict:
     copy.write_text(path.read_text().replace("</head>", f"{_PROBE}</head>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", copy.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
     return json.loads(title.group(1).replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
 

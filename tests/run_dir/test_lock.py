@@ -98,7 +98,7 @@ def test_an_earlier_part_of_the_same_job_is_waited_for(tmp_path, monkeypatch):
             os.kill(other.pid, signal.SIGKILL)
 
         threading.Timer(0.5, end).start()
-        with lock_run_dir(tmp_path, timeout=120):
+        with lock_run_dir(tmp_path, timeout=600):
             assert has_waited.is_set()
 
 

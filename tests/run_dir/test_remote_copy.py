@@ -136,7 +136,7 @@ def test_a_kill_at_any_instant_leaves_whole_checkpoints_in_the_store(monkeypatch
     class WaitForUpload(Callback):
         def on_step_end(self, run):
             if run.state.step == 4:
-                assert started.wait(60)
+                assert started.wait(600)
 
     notice_writes(monkeypatch, started)
     fit(8, more=[WaitForUpload()])
@@ -150,14 +150,14 @@ def test_training_does_not_wait_for_the_store(monkeypatch):
 
     def slow(*arguments, **options):
         started.set()
-        assert trained.wait(60)
+        assert trained.wait(600)
         return put_file(*arguments, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
 
     class Last(Callback):
         def on_fit_end(self, run):
-            assert started.wait(60)
+            assert started.wait(600)
             assert listed(files_at()) == []
             trained.set()
 
@@ -172,7 +172,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_copied(monkeypatch, c
     def slow(self, source, target, **options):
         if target.endswith("00000002.pt"):
             copying.set()
-            assert pruned.wait(60)
+            assert pruned.wait(600)
         return put_file(self, source, target, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
@@ -180,7 +180,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_copied(monkeypatch, c
     class Order(Callback):
         def on_step_end(self, run):
             if run.state.step == 3:
-                assert copying.wait(60)
+                assert copying.wait(600)
             if run.state.step == 5:
                 assert not (run.run_dir / "checkpoints" / "step_00000002.pt").exists()
                 pruned.set()
@@ -269,7 +269,7 @@ def test_files_of_a_checkpoint_that_was_never_listed_are_removed_with_it(monkeyp
     class Wait(Callback):
         def on_step_end(self, run):
             if run.state.step == 3:
-                assert first.wait(60)
+                assert first.wait(600)
 
     fit(6, more=[Wait()])
     assert [name for name in files_at() if name.endswith(".pt")] == ["checkpoints/step_00000006.pt"]
@@ -281,7 +281,7 @@ def test_a_run_that_another_process_writes_over_is_not_copied_any_more(monkeypat
     class Other(Callback):
         def on_step_end(self, run):
             if run.state.step == 3:
-                assert first.wait(60)
+                assert first.wait(600)
                 MemoryFileSystem().pipe_file("/bucket/run7/checkpoints/manifest.json", other)
 
     first = Event()
@@ -359,7 +359,7 @@ def killed_while_uploading(url):
     class Wait(Callback):
         def on_step_end(self, run):
             if run.state.step == 3:
-                assert copied.wait(60)
+                assert copied.wait(600)
 
     fit(20, run_dir=url, more=[Wait()], save_last_k=None, async_save=False, every="2step")
 

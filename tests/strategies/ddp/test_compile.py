@@ -61,7 +61,7 @@ def drop_in_compiled(static_graph: bool) -> tuple[list[float], list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_a_compiled_module_in_the_drop_in_has_the_weights_of_stock_ddp(static_graph):
-    for distances, caught in run_ranks(drop_in_compiled, 2, static_graph, timeout=120):
+    for distances, caught in run_ranks(drop_in_compiled, 2, static_graph):
         assert max(distances) < 1e-6
         assert caught == []
 
@@ -93,6 +93,6 @@ def strategy_compiled(folder: str) -> tuple[float, list[str]]:
 
 @pytest.mark.slow
 def test_a_compiled_task_has_the_weights_of_an_eager_one(tmp_path):
-    for distance, caught in run_ranks(strategy_compiled, 2, str(tmp_path), timeout=120):
+    for distance, caught in run_ranks(strategy_compiled, 2, str(tmp_path)):
         assert distance < 1e-6
         assert caught == []

@@ -171,7 +171,7 @@ def distance_between_ranks(module: nn.Module) -> float:
 
 
 def test_weights_after_8_steps_are_those_of_stock_ddp_bit_for_bit_on_two_ranks():
-    for rank in run_ranks(differences, 2, ["process_group", "shared_memory"], timeout=120):
+    for rank in run_ranks(differences, 2, ["process_group", "shared_memory"]):
         assert len(rank) == 2 * len(CASES)
         assert rank == dict.fromkeys(rank, (0.0, 0.0))
 

@@ -98,7 +98,7 @@ def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_are_those_of_one_device_in_any_order_of_gradients(num_ranks, tmp_path):
     # 53 samples in batches of 8 end with one of 5.
-    outcomes = run_ranks(distances_to_single, num_ranks, str(tmp_path), timeout=120)
+    outcomes = run_ranks(distances_to_single, num_ranks, str(tmp_path))
     for found, _ in outcomes:
         assert {name: distance for name, distance in found.items() if not distance < 1e-6} == {}
     histories = [tuple(used[0]) for _, used in outcomes]

@@ -49,7 +49,7 @@ def distance_to_stock(backend: str, side_stream: bool) -> float:
 @pytest.mark.parametrize("side_stream", [False, True])
 @pytest.mark.parametrize(("backend", "num_ranks"), [("nccl", 1), ("gloo", 2)])
 def test_weights_on_cuda_are_those_of_stock_ddp(backend, num_ranks, side_stream):
-    for distance in run_ranks(distance_to_stock, num_ranks, backend, side_stream, timeout=120):
+    for distance in run_ranks(distance_to_stock, num_ranks, backend, side_stream):
         assert distance < 1e-6
 
 
@@ -135,7 +135,7 @@ def steps_that_may_not_wait() -> None:
 
 
 def test_no_step_waits_for_the_gpu():
-    run_ranks(steps_that_may_not_wait, 1, timeout=120)
+    run_ranks(steps_that_may_not_wait, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -23,7 +23,7 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.marks import in_make_zoo
-from tests.program import Program
+from tests.program import Program, is_running, wait_until
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
@@ -449,26 +449,16 @@ def training(tmp_path):
         caller = Program(train_slowly, str(tmp_path), 100_000, 2, streams=(0, 1, file.fileno()))
     with caller:
         files = [tmp_path / f"rank_{rank}.pid" for rank in range(2)]
-        deadline = time.monotonic() + 120
-        while not all(pids := [file.read_text() if file.exists() else "" for file in files]):  # empty: being written
-            assert caller.exit_code is None, errors.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield caller, [int(pid) for pid in pids], errors
+        wait_until(
+            lambda: all(file.exists() and file.read_text() for file in files),
+            runs=lambda: caller.exit_code is None,
+            said=errors.read_text,
+        )
+        yield caller, [int(file.read_text()) for file in files], errors
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 120
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"{[pid for pid in pids if _runs(pid)]} still run"
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(is_running, pids)), said=lambda: f"{list(filter(is_running, pids))} still run")
 
 
 @pytest.mark.slow

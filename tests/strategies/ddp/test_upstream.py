@@ -178,7 +178,7 @@ PASSED = (
 def test_the_drop_in_passes_upstreams_tests(tmp_path):
     for folder in ("barrier", "test_dir", "init_dir"):
         (tmp_path / folder).mkdir()
-    for outcomes in run_ranks(outcomes_of, 2, list(PASSED), str(tmp_path), timeout=120):
+    for outcomes in run_ranks(outcomes_of, 2, list(PASSED), str(tmp_path)):
         ended = dict(zip(PASSED, outcomes, strict=False))
         assert {name: outcome for name, outcome in ended.items() if outcome != "passed"} == {}
         assert len(outcomes) == len(PASSED)

@@ -332,7 +332,7 @@ def test_replicas_run_in_separate_threads_after_the_first_step(make_trainer):
         def __init__(self):
             super().__init__()
             self.seen = []
-            self.meeting = threading.Barrier(3, timeout=120)
+            self.meeting = threading.Barrier(3, timeout=600)
 
         def training_step(self, batch):
             self.seen.append(threading.get_ident())

@@ -227,7 +227,7 @@ class ThreadRecorder(Recorder):
 
 @pytest.mark.slow
 def test_weights_are_bit_equal_with_and_without_thread_and_slow_copies(tmp_path):
-    for found in run_ranks(weights_by_thread_and_copier, 2, tmp_path, timeout=120):
+    for found in run_ranks(weights_by_thread_and_copier, 2, tmp_path):
         for case, (first, *others) in found.items():
             for other in others:
                 for ours, theirs in zip(first, other, strict=True):
@@ -253,7 +253,7 @@ def failing(transport, run_dir):
 
 @pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
 def test_another_ranks_exception_reaches_the_training_thread(transport, tmp_path):
-    outcomes = rank_outcomes(failing, 2, transport, tmp_path, timeout=120, patience=60)
+    outcomes = rank_outcomes(failing, 2, transport, tmp_path, patience=60)
     assert "ZeroDivisionError: rank 1 cannot go on" in outcomes[1].failure
     message = outcomes[0].failure.strip().splitlines()[-1]
     assert "communication thread of rank 0" in message and "backward of step 2, bucket 0 of 1" in message

@@ -151,7 +151,7 @@ def failing(thread, run_dir):
 
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_failure_on_one_host_ends_the_ranks_of_all(thread, tmp_path):
-    outcomes = rank_outcomes(failing, 4, thread, tmp_path, timeout=120, patience=60)
+    outcomes = rank_outcomes(failing, 4, thread, tmp_path, patience=60)
     assert "ZeroDivisionError: rank 3 cannot go on" in outcomes[3].failure
     for outcome in outcomes[:3]:
         assert "rank 3" in outcome.failure and "cannot go on" in outcome.failure

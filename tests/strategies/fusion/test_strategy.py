@@ -139,7 +139,7 @@ class StateBytes(Recorder):
 def test_checkpoints_of_a_sharded_optimizer_are_full_and_resume_under_other_strategies(tmp_path):
     full = [tuple(parameter.shape) for parameter in Perceptron().parameters()]
     grouped = [shape for shape in full if len(shape) > 1] + [shape for shape in full if len(shape) == 1]
-    for difference, shapes, (sharded, plain, _) in run_ranks(resumed_across, 2, tmp_path, timeout=120):
+    for difference, shapes, (sharded, plain, _) in run_ranks(resumed_across, 2, tmp_path):
         assert difference < 1e-10
         assert shapes == grouped
         assert 0.45 * plain < sharded < 0.65 * plain  # two ranks: half of the state, and a step count for each shard

@@ -76,7 +76,7 @@ def _slope_and_norm(model, cuts):
 
 @functools.cache
 def _found(num_stages, model=_Checkpointed, cuts=CUTS):
-    return run_ranks(_slope_and_norm, num_stages, model, cuts if num_stages > 1 else None, timeout=120)[0]
+    return run_ranks(_slope_and_norm, num_stages, model, cuts if num_stages > 1 else None)[0]
 
 
 @pytest.mark.parametrize(("model", "cuts"), [(_Checkpointed, CUTS), (_Reentrant, ("net.13",))])

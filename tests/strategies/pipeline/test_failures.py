@@ -58,7 +58,7 @@ def _train(model, timeout):
 
 
 def test_a_trace_mismatch_is_named_on_every_rank():
-    outcomes = rank_outcomes(_train, 2, _Departs, 60.0, timeout=120)
+    outcomes = rank_outcomes(_train, 2, _Departs, 60.0)
 
     for outcome in outcomes:
         assert "`sin`, but the traced step calls" in outcome.failure
@@ -77,7 +77,7 @@ def _thaw_between_steps():
 
 
 def test_a_sent_tensor_that_needs_a_gradient_but_needed_none_in_the_trace_is_an_error():
-    sender, receiver = rank_outcomes(_thaw_between_steps, 2, timeout=120)
+    sender, receiver = rank_outcomes(_thaw_between_steps, 2)
 
     made = r"forward of micro-batch 0 in stage 0: module 'net.\d+' .*made a tensor that needs a gradient, and made one"
     assert re.search(made, sender.failure)
@@ -86,7 +86,7 @@ def test_a_sent_tensor_that_needs_a_gradient_but_needed_none_in_the_trace_is_an_
 
 
 def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
-    outcomes = rank_outcomes(_train, 2, _Hangs, 4.0, timeout=120, patience=0.0)
+    outcomes = rank_outcomes(_train, 2, _Hangs, 4.0, patience=0.0)
 
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
     assert "timed out waiting for the gradients of micro-batch 0 from stage 1" in waiting.failure
@@ -146,7 +146,7 @@ def _reasons():
 
 
 def test_every_stage_names_the_stage_that_failed_and_the_place():
-    (message, backward_message), (_, own) = run_ranks(_reasons, 2, timeout=120)
+    (message, backward_message), (_, own) = run_ranks(_reasons, 2)
 
     assert "RankError: stage 1 of replica 0 stopped in step 0: ValueError: a callback's mistake" in message
     assert "gloo" not in message + backward_message

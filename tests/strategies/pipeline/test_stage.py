@@ -187,7 +187,7 @@ def _train(model, num_steps):
 
 @functools.cache
 def _trained(model):
-    return run_ranks(_train, 2, model, 3, timeout=120)
+    return run_ranks(_train, 2, model, 3)
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def _with_replicas():
 
 @functools.cache
 def _found():
-    return run_ranks(_facts, 2, timeout=90)[0]
+    return run_ranks(_facts, 2)[0]
 
 
 def test_evaluations_before_and_between_steps_change_no_weight_and_no_sample():
@@ -156,7 +156,7 @@ def test_an_evaluation_before_training_uses_the_stages_of_training():
 
 
 def test_replicas_evaluate_in_their_stages_before_they_train():
-    counts = run_ranks(_with_replicas, 4, timeout=90)[0]
+    counts = run_ranks(_with_replicas, 4)[0]
 
     for first, second in (counts[:2], counts[2:]):
         assert first["side"] == 2 and first["net"] > 1

@@ -293,7 +293,7 @@ FACTS = (
 
 @functools.cache
 def _found():
-    return run_ranks(_facts, 2, timeout=120)[0]
+    return run_ranks(_facts, 2)[0]
 
 
 def test_a_stage_has_only_its_parameters_and_these_keep_their_identity():
@@ -433,12 +433,12 @@ def _train(model, cuts):
 
 def test_a_step_that_differs_from_the_trace_fails_with_the_place_and_the_remedy():
     with pytest.raises(RankFailure, match=r"micro-batch 2 in stage .*called `sin`.*.*Move the branch"):
-        run_ranks(_train, 2, _Departs, ["net.8"], timeout=120)
+        run_ranks(_train, 2, _Departs, ["net.8"])
 
 
 def test_a_shape_that_depends_on_values_is_an_error_between_stages():
     with pytest.raises(RankFailure, match="its shape depends on the values"):
-        run_ranks(_train, 2, _Selects, ["net.9"], timeout=120)
+        run_ranks(_train, 2, _Selects, ["net.9"])
 
 
 class _Compiled(Mlp):
@@ -450,7 +450,7 @@ class _Compiled(Mlp):
 @pytest.mark.slow
 def test_a_task_compiled_as_one_piece_is_an_error_with_the_remedy():
     with pytest.raises(RankFailure, match=r"compiled as one piece.*trainer.compile=false"):
-        run_ranks(_train, 2, _Compiled, None, timeout=120)
+        run_ranks(_train, 2, _Compiled, None)
 
 
 @pytest.mark.parametrize(
