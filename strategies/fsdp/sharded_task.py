@@ -233,6 +233,8 @@ class ShardedTask:
         self.task, self.mesh = task, mesh
         self._shard_device = torch.device("cpu" if offload else mesh.device_type)
         self._shard_mesh = mesh["shard"]
+        self.shard_group = self._shard_mesh.get_group()
+        """The ranks that hold all shards together, this one among them."""
         self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         self.replicated = [parameter for parameter in task.parameters() if parameter.dim() == 0]  # nothing to shard
         self._kinds = [(module, type(module)) for module in task.modules()]
@@ -396,9 +398,13 @@ class ShardedTask:
 
     def first_element(self, sharded: Tensor) -> int:
         """Return the index of this rank's first element of a parameter."""
+        return sum(self.elements_of_ranks(sharded)[: self._shard_mesh.get_local_rank()])
+
+    def elements_of_ranks(self, sharded: Tensor) -> list[int]:
+        """Return how many elements of a parameter each rank of `shard_group` has; they have rows, in order."""
         rows, *others = sharded.shape
-        first_row = min(self._shard_mesh.get_local_rank() * -(-rows // self._shard_mesh.size()), rows)
-        return first_row * torch.Size(others).numel()
+        most, row = -(-rows // self._shard_mesh.size()), torch.Size(others).numel()
+        return [max(min(most, rows - rank * most), 0) * row for rank in range(self._shard_mesh.size())]
 
     def local_of(self, sharded: Tensor, saved: Tensor | StoredTensor) -> Tensor:
         """Return this rank's elements of a saved tensor, sharded as a parameter; no others are read."""

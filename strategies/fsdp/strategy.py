@@ -22,6 +22,7 @@ from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
 from trainkit.model.deferred_init import Record, records_of
+from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.rng import preserve_rng
@@ -32,6 +33,7 @@ from trainkit.tree import map_tensors
 from ..ddp.grad_norm import norm_dtype, total_norm
 from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
 from ..multiprocess import MultiProcessStrategy, RankSettings
+from .sharded_muon import MUON, ShardedMuon
 from .sharded_task import MIB, ParameterShard, ShardedTask, Units, choose_units, describe_units, make_mesh
 
 logger = logging.getLogger(__name__)
@@ -130,6 +132,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self.prefetch = prefetch
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
+        self._muons: dict[str, ShardedMuon] = {}  # by phase
         self._last: Any = None  # this rank's most recent batch
         self._records: dict[str, Record] = {}  # of a task that has no values yet
 
@@ -235,7 +238,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._records = {}
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        self._all_trained, self._last = self._trained, None
+        self._all_trained, self._last, self._muons = self._trained, None, {}
 
     def _move_task(self, task: TaskModule) -> None:
         self._records = records_of(task)
@@ -246,7 +249,14 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Let the optimizer update this rank's shards; collective."""
         optimizer = phase_optimizer.optimizer
-        check_elementwise(optimizer, "strategy=fsdp", "strategy=ddp")
+        muons = {number: one for number, one in enumerate(members(optimizer)) if type(one) is MUON}
+        others = [one for number, one in enumerate(members(optimizer)) if number not in muons]
+        check_elementwise(others, "strategy=fsdp", "Muon, or set strategy=ddp")
+        if muons and self.offload is not None:
+            raise UserError(
+                "strategy.offload=cpu does not support Muon, whose matrices ranks exchange on the devices. Set "
+                "strategy.offload=null, or use AdamW."
+            )
         known = {id(parameter) for parameter in task.parameters()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in known for parameter in group["params"]):
@@ -261,6 +271,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     optimizer.state[local] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state}
             group["params"] = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
         phase_optimizer.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if muons:
+            by_local = {id(shard.local): shard for shard in self._task.shards}
+            groups = [group for group in optimizer.param_groups if group.get("optimizer", 0) in muons]
+            matrices = [by_local[id(parameter)] for group in groups for parameter in group["params"]]
+            self._muons[phase_optimizer.phase] = ShardedMuon(muons.values(), matrices, self._task, self.comm)
         phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
@@ -279,7 +294,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         failing = sys.exc_info()[1]
         if self._environment is None and (failing is None or self.comm.num_processes == 1):
             self._make_whole()
-        self._sharded, self._locals, self._last = None, {}, None
+        self._sharded, self._locals, self._muons, self._last = None, {}, {}, None
         MultiProcessStrategy.teardown(self)
 
     # ---- A step
@@ -455,7 +470,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._task.load_state_dict(saved)
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
-        saved = phase_optimizer.optimizer.state_dict()
+        saved = self._state_in_shards(phase_optimizer)
 
         def whole(place: str, shard: ParameterShard, local: Tensor) -> Tensor:
             full = self._task.full(shard, local)
@@ -473,6 +488,17 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
         state = self._mapped_state(phase_optimizer, saved["state"], local)
         super().load_optimizer_state_dict(task, phase_optimizer, {**saved, "state": state})
+        if phase_optimizer.phase in self._muons:
+            self._muons[phase_optimizer.phase].gather_state(phase_optimizer.optimizer.state)
+
+    def _state_in_shards(self, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
+        """Return the optimizer's state with this rank's elements of each tensor; collective."""
+        saved = phase_optimizer.optimizer.state_dict()
+        if phase_optimizer.phase in self._muons:
+            of_matrices = self._muons[phase_optimizer.phase].shard_state(phase_optimizer.optimizer.state)
+            by_index = {index: of_matrices.get(id(p), {}) for index, p in enumerate(phase_optimizer.parameters)}
+            saved["state"] = {index: {**values, **by_index[index]} for index, values in saved["state"].items()}
+        return saved
 
     def _mapped_state(
         self,
@@ -495,7 +521,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         return mapped
 
     def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState:
-        """Return this rank's shards of the parameters and of the optimizers' state."""
+        """Return this rank's shards of the parameters and of the optimizers' state; collective."""
         parts: list[TensorShard] = []
 
         def placeholder(prefix: str, place: str, shard: ParameterShard, local: Tensor) -> dict[str, Any]:
@@ -516,7 +542,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 state[key] = value.detach()
         optimizers = []
         for number, phase_optimizer in enumerate(phase_optimizers):
-            saved = phase_optimizer.optimizer.state_dict()
+            saved = self._state_in_shards(phase_optimizer)
             convert = partial(placeholder, f"optimizer.{number}.")
             optimizers.append({**saved, "state": self._mapped_state(phase_optimizer, saved["state"], convert)})
         unique = {part.name: part for part in parts}  # a shared parameter has several keys
@@ -531,7 +557,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self._sharded is not None:
             self.end_phases()
             self._sharded.make_whole()
-            self._sharded, self._locals = None, {}
+            self._sharded, self._locals, self._muons = None, {}, {}
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,13 +36,14 @@ NEVER_SHARDED = ("step", "mu_product")
 """State with one value per parameter, even if the parameter has a single element."""
 
 
-def check_elementwise(optimizer: Optimizer, what: str, remedy: str) -> None:
+def check_elementwise(optimizers: Iterable[Optimizer], what: str, remedy: str) -> None:
     """Raise UserError for an optimizer that needs full parameters; `what` updates shards of them."""
-    if type(optimizer) not in ELEMENTWISE:
+    refused = next((one for one in optimizers if type(one) not in ELEMENTWISE), None)
+    if refused is not None:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise UserError(
-            f"{what} updates shards of parameters, but {type(optimizer).__name__} may need full parameters; use one of "
-            f"{names}, or set {remedy}."
+            f"{what} updates shards of parameters, but {type(refused).__name__} may need full parameters; use one of "
+            f"{names}, {remedy}."
         )
 
 

@@ -17,6 +17,7 @@ from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
+from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, named_state
 from trainkit.task import TaskModule
@@ -156,7 +157,8 @@ class FusionStrategy(DDPStrategy):
         """Register hooks on all trained parameters and open the transport of their gradients; collective."""
         self._saved_state, self._phase_optimizer = {}, phase_optimizer
         if self.shard_optimizer:
-            check_elementwise(phase_optimizer.optimizer, "shard_optimizer=true", "strategy.shard_optimizer=false")
+            remedy = "or set strategy.shard_optimizer=false; strategy=fsdp shards Muon too"
+            check_elementwise(members(phase_optimizer.optimizer), "shard_optimizer=true", remedy)
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
         super().prepare_optimizer(task, phase_optimizer)

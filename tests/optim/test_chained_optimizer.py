@@ -1,5 +1,6 @@
 """Several optimizers as one: schedules, checkpoints, and the weights under every strategy."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.sharded_muon import assign_owners
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
-from trainkit import Data, TaskModule, Trainer
+from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.errors import UserError
 from trainkit.optim.chained_optimizer import ChainedOptimizer
 from trainkit.testing import run_ranks
@@ -27,7 +29,12 @@ def muon_and_adamw(task: nn.Module) -> Any:
 
 
 def muon(task: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Muon([parameter for parameter in task.parameters() if parameter.dim() == 2])
+    return torch.optim.Muon([parameter for parameter in task.parameters() if parameter.dim() == 2], lr=0.02)
+
+
+def sgd_and_adamw(task: nn.Module) -> ChainedOptimizer:
+    first = torch.optim.SGD(task.network[0].parameters(), lr=0.1, momentum=0.9)
+    return ChainedOptimizer(first, torch.optim.AdamW(task.network[3].parameters(), lr=0.1))
 
 
 def task() -> TaskModule:
@@ -101,14 +108,118 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path):
     assert_same_bits(resumed, whole)
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, lambda device: FusionStrategy(device=device, shard_optimizer=True)])
-@pytest.mark.parametrize("optimizer", ["ChainedOptimizer", "Muon"])
-def test_strategies_that_shard_the_optimizer_refuse_what_needs_full_matrices(make_trainer, strategy, optimizer):
-    refused = Regression(muon_and_adamw, hidden=8)
-    if optimizer == "Muon":
-        refused = Regression(muon, hidden=8)
-    with pytest.raises(UserError, match=rf"{optimizer} may need full parameters; use one of SGD"):
-        make_trainer(strategy(device="cpu")).fit(refused, Data(train=regression_data(8), batch_size=4))
+class Wide(Regression):
+    """Has a matrix of one row, of which most ranks have none, and one that is not used."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, hidden=8)
+        self.unused = nn.Parameter(torch.ones(3, 5))
+
+
+class Save(Callback):
+    """Saves at the end, by shards where there are any."""
+
+    def on_fit_end(self, run: Any) -> None:
+        run.checkpointer.save(reason="test", sharded=run.strategy.shards_parameters)
+
+
+SHARDED: dict[str, tuple[Any, dict[str, Any]]] = {  # the optimizer, and settings of the Trainer
+    "Muon and AdamW": (muon_and_adamw, {"max_grad_norm": 0.05}),
+    "Muon": (muon, {"on_nonfinite": "skip"}),
+    "SGD and AdamW": (sgd_and_adamw, {}),
+}
+
+
+def wide(strategy: Any, name: str, folder: Any, **settings: Any) -> dict[str, torch.Tensor]:
+    """Return the weights after training with one of the optimizers, or after going on with a run."""
+    optimizer, always = SHARDED[name]
+    one, resume = Wide(optimizer), settings.pop("resume", False)
+    data = Data(train=regression_data(30, dtype=torch.float64), batch_size=8)  # 6 in the last batch
+    defaults = {"max_duration": "8step", "precision": "fp64", "callbacks": [], "loggers": [], "report": False, **always}
+    trainer = Trainer(strategy, run_dir=f"{folder}/{name}", **{**defaults, **settings})
+    trainer.fit(one, data, resume=f"{folder}/{name}" if resume else None)
+    return weights(one)
+
+
+def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return max((own - others[key]).abs().max().item() for key, own in some.items())
+
+
+def distances_of_sharded(folder: str, expected: dict[str, Any], stop: int, replicate: int = 1) -> list[float]:
+    """Go on under `fsdp` until after a step; return the distances to the weights of one device there."""
+    found = []
+    for name, by_step in expected.items():
+        strategy = FSDPStrategy(device="cpu", units=["Linear"], replicate=replicate)
+        ours = wide(strategy, name, folder, resume=True, max_duration=f"{stop}step", callbacks=[Save()])
+        found.append(distance(ours, by_step[stop]))
+    if replicate == 1:
+        whole, name = FusionStrategy(device="cpu", shard_optimizer=True), "SGD and AdamW"
+        ours = wide(whole, name, f"{folder}/fusion {stop}", max_duration=f"{stop}step")
+        found.append(distance(ours, expected[name][stop]))
+    return found
+
+
+class Weights(Callback):
+    """Keeps the weights after each step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_step_end(self, run: Any) -> None:
+        self.by_step[run.state.step] = {key: value.clone() for key, value in weights(run.task).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, dict[str, torch.Tensor]]]:
+    """The weights after each step on one device, with each optimizer."""
+    folder, found = tmp_path_factory.mktemp("alone"), {}
+    for name in SHARDED:
+        seen = Weights()
+        wide(SingleStrategy(device="cpu"), name, folder, callbacks=[seen])
+        found[name] = seen.by_step
+    return found
+
+
+def test_a_run_with_shards_of_matrices_goes_on_under_other_numbers_of_ranks(alone, tmp_path):
+    for name in SHARDED:
+        wide(SingleStrategy(device="cpu"), name, tmp_path, max_duration="1step", callbacks=[Save()])
+    for num_ranks, stop in ((3, 4), (2, 6)):
+        for found in run_ranks(distances_of_sharded, num_ranks, str(tmp_path), alone, stop, timeout=150):
+            assert max(found) < 1e-9, found
+    for name, expected in alone.items():
+        assert list((tmp_path / name / "checkpoints").glob("*.shards/*"))
+        resumed = wide(SingleStrategy(device="cpu"), name, tmp_path, resume=True)
+        assert distance(resumed, expected[8]) < 1e-9, name
+
+
+@pytest.mark.slow
+def test_each_group_of_ranks_has_its_own_owners_of_matrices(alone, tmp_path):
+    for name in SHARDED:
+        wide(SingleStrategy(device="cpu"), name, tmp_path, max_duration="1step", callbacks=[Save()])
+    for stop in (3, 5):
+        for found in run_ranks(distances_of_sharded, 4, str(tmp_path), alone, stop, 2, timeout=150):
+            assert max(found) < 1e-9, found
+
+
+def test_matrices_are_divided_over_their_owners_by_elements():
+    assert assign_owners([6, 3, 2, 2], 2) == [0, 1, 1, 1]
+    assert assign_owners([1, 1, 8, 1, 4], 3) == [2, 2, 0, 2, 1]
+    assert assign_owners([5, 5], 1) == [0, 0]
+
+
+def test_muon_is_refused_with_shards_on_the_host():
+    refused = task()
+    strategy = FSDPStrategy(device="cpu", offload="cpu")
+    with pytest.raises(UserError, match=r"strategy\.offload=cpu does not support Muon"):
+        strategy.prepare_optimizer(refused, SimpleNamespace(optimizer=muon(refused)))
+
+
+def test_fusion_refuses_to_shard_what_needs_full_matrices(make_trainer):
+    for optimizer in (muon, muon_and_adamw):
+        refused = Regression(optimizer, hidden=8)
+        strategy = FusionStrategy(device="cpu", shard_optimizer=True)
+        with pytest.raises(UserError, match=r"Muon may need full parameters; use .*strategy=fsdp shards Muon"):
+            make_trainer(strategy).fit(refused, Data(train=regression_data(8), batch_size=4))
 
 
 def test_parameters_without_weight_decay_stay_with_their_optimizer(make_trainer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class ChainedOptimizer(Optimizer):
     def __init__(self, *optimizers: Optimizer) -> None:
         numbered = enumerate(optimizers)
         super().__init__([{**group, "optimizer": index} for index, one in numbered for group in one.param_groups], {})
-        self._optimizers = optimizers
+        self.optimizers = optimizers
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override] # torch overloads it
@@ -29,8 +29,13 @@ class ChainedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, optimizer in enumerate(self._optimizers):
+        for index, optimizer in enumerate(self.optimizers):
             optimizer.param_groups = [group for group in self.param_groups if group["optimizer"] == index]
             optimizer.state = self.state
             optimizer.step()
         return loss
+
+
+def members(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """Return the optimizers of a ChainedOptimizer, or the optimizer itself."""
+    return optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
