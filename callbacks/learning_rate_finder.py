@@ -128,16 +128,16 @@ class LearningRateFinder(Callback):
         mean, lowest = 0.0, math.inf
         means = WeightedMeans(run.strategy.device)
         control = None
+        steps = [make_phase_step(run.task, run.strategy, one) for one in run.phase_optimizers]
         if phase_optimizer.phase:
-            steps = [make_phase_step(run.task, run.strategy, one) for one in run.phase_optimizers]
             control = PhaseControl([replace(step, step_schedules=lambda: None) for step in steps])
         name = f"{phase_optimizer.phase}/loss" if phase_optimizer.phase else "loss"
         for step, batch in zip(range(self.num_steps * phase_optimizer.every), _step_batches(run), strict=False):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(rates) / (self.num_steps - 1))
             _set_rate(phase_optimizer, rate)
             if control is None:
-                means.add(run.strategy.forward_backward(run.task, batch))
-                run.strategy.optimizer_step(phase_optimizer)
+                means.add(steps[0].forward_backward(batch))
+                steps[0].update()
             else:
                 control.begin(batch, num_steps=step)
                 if run.task.manual:

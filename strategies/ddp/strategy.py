@@ -152,6 +152,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "optimizer_in_backward=true and comm_hook=local_sgd need a single optimizer, and this task has phases. "
                 "Set strategy.optimizer_in_backward=false strategy.comm_hook=none."
             )
+        if phase_optimizer.needs_closure and (self.comm_hook is not None or self.optimizer_in_backward):
+            raise UserError(
+                "LBFGS compares the exact gradients of several evaluations, after all of them are known. Set "
+                "strategy.optimizer_in_backward=false strategy.comm_hook=none."
+            )
         if self.optimizer_in_backward:
             if phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler:
                 raise UserError(

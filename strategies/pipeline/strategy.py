@@ -219,6 +219,11 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Register an optimizer; its state will follow the parameters to their stages."""
+        if phase_optimizer.needs_closure:
+            raise UserError(
+                "LBFGS needs the gradients of all parameters together, and strategy=pipeline divides them over the "
+                "stages. Set strategy=ddp, or use another optimizer, such as torch.optim.AdamW."
+            )
         step_name = phase_optimizer.step_name
         if not callable(getattr(task, step_name, None)):
             raise UserError(

@@ -629,11 +629,6 @@ def test_predictions_of_a_task_without_a_forward_are_refused(make_trainer):
         make_trainer().predict(LargeGradient(), Data(predict=regression_data(6), batch_size=3))
 
 
-def test_an_optimizer_that_wants_a_closure_is_refused(make_trainer):
-    with pytest.raises(UserError, match="LBFGS"):
-        make_trainer().fit(Regression(lambda task: torch.optim.LBFGS(task.parameters())), data())
-
-
 @pytest.mark.parametrize("setting", ["callbacks", "loggers"])
 @pytest.mark.parametrize("wrong", [[5], "checkpoint"])
 def test_an_invalid_callback_or_logger_is_rejected(setting, wrong):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -279,7 +280,7 @@ def make_phase_step(task: TaskModule, strategy: Strategy, phase_optimizer: Phase
         assert phased is not None  # checked before training
         phased.begin_phase(phase_optimizer, step_name=step_name or phase_optimizer.step_name)
 
-    return PhaseStep(
+    step = PhaseStep(
         phase_optimizer.phase,
         phase_optimizer.every,
         begin,
@@ -287,6 +288,12 @@ def make_phase_step(task: TaskModule, strategy: Strategy, phase_optimizer: Phase
         partial(strategy.optimizer_step, phase_optimizer),
         partial(phase_optimizer.step_schedules, "step"),
     )
+    if not phase_optimizer.needs_closure:
+        return step
+    from trainkit.loops.closure import Closure
+
+    phase_optimizer.closure = closure = Closure(task, strategy, phase_optimizer)
+    return replace(step, forward_backward=closure.forward_backward)
 
 
 def _metric_name(phase: str, name: str) -> str:

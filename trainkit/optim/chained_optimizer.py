@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
+
+from trainkit.errors import UserError
 
 
 class ChainedOptimizer(Optimizer):
@@ -18,6 +20,11 @@ class ChainedOptimizer(Optimizer):
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
+        if any(isinstance(one, LBFGS) for one in optimizers):
+            raise UserError(
+                "ChainedOptimizer steps each optimizer once, and LBFGS evaluates the loss several times in its step; "
+                "make it the optimizer of a phase, or use torch.optim.AdamW."
+            )
         numbered = enumerate(optimizers)
         super().__init__([{**group, "optimizer": index} for index, one in numbered for group in one.param_groups], {})
         self.optimizers = optimizers

@@ -119,9 +119,29 @@ class PhaseOptimizer:
         """Called in every step with the complete gradients in place, before they are clipped."""
         self.max_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Returns the largest value of any rank, if ranks hold different gradients: what one skips, all skip."""
+        self.needs_closure = isinstance(optimizer, LBFGS)
+        """True if a step evaluates the loss several times, by `closure`."""
+        self.closure: Callable[[], Tensor] | None = None
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler_of(self.phase)
         self._schedules_of = {when: [one for one in schedules if one.every == when] for when in _MOMENTS}
+        self._check_evaluations()
+
+    def _check_evaluations(self) -> None:
+        """Raise UserError if a step has several evaluations, and a setting would change or skip one of them."""
+        settings = {
+            "max_grad_norm=null": self.clip.limits and self.clip.norm is not None,
+            "max_grad_value=null": self.clip.value is not None,
+            "trainer.on_nonfinite=raise": self.skip_nonfinite and self.spikes is None,
+            "trainer.skip_grad_norm_factor=null": self.spikes is not None,
+            "trainer.precision=bf16-mixed": self._scaler is not None,
+        }
+        remedy = " ".join(setting for setting, is_needed in settings.items() if is_needed)
+        if self.needs_closure and remedy:
+            raise UserError(
+                f"LBFGS compares several evaluations of a loss and its gradients in one step, so that none of them can "
+                f"be clipped, scaled or skipped. Set {remedy}, or use another optimizer, such as torch.optim.AdamW."
+            )
 
     def skip_spikes(self, factor: float) -> None:
         """Skip steps whose gradient norm is `factor` times the average, or not finite."""
@@ -131,6 +151,7 @@ class PhaseOptimizer:
                 "set trainer.precision=bf16-mixed, or trainer.skip_grad_norm_factor=null."
             )
         self.skip_nonfinite, self.spikes = True, SpikeDetector(factor)
+        self._check_evaluations()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are not None, in the optimizer's order; of sparse ones the summed rows."""
@@ -177,6 +198,8 @@ class PhaseOptimizer:
         elif self.skip_nonfinite:
             assert norm is not None
             self._update_if_finite(norm)
+        elif self.closure is not None:
+            self.optimizer.step(self.closure)  # type: ignore[arg-type] # torch's closures return numbers
         elif self._plain_step is None or _is_watched(self.optimizer):
             self.optimizer.step()
         else:
@@ -329,11 +352,6 @@ def _prepared(
 ) -> tuple[Optimizer, list[LRSchedule]]:
     """Return an optimizer and its schedules, checked and with the groups and kernels that were asked for."""
     optimizer, schedules = _read(returned, task)
-    if isinstance(optimizer, LBFGS):
-        raise UserError(
-            "LBFGS evaluates the loss several times in one step, which the training loop does not support; "
-            "use another optimizer, such as torch.optim.AdamW."
-        )
     owned = {id(parameter) for parameter in task.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters:
