@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainkit.data.files import Files as Files
     from trainkit.data.mixture import Mixture as Mixture
     from trainkit.data.mixture import Sequential as Sequential
+    from trainkit.data.opened_shards import Shards as Shards
     from trainkit.data.packing import Packed as Packed
     from trainkit.duration import Duration as Duration
     from trainkit.errors import Stopped as Stopped
@@ -48,6 +49,7 @@ _HOMES = {
     "PhaseControl": "loops.phases",
     "Sequential": "data.mixture",
     "Session": "custom_loop",
+    "Shards": "data.opened_shards",
     "Stopped": "errors",
     "Strategy": "strategy",
     "TaskModule": "task",

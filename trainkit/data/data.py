@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from trainkit.data.dataset_shards import num_shards_of
+from trainkit.data.opened_shards import with_shards
 from trainkit.data.readers import Collate
 from trainkit.errors import UserError
 
@@ -185,6 +186,7 @@ class Data:
             drop_last, size = sampling.drop_last, sampling.batch_size
             is_pre_batched = size is None
             self._check_pre_batched(stage, is_pre_batched=is_pre_batched)
+        dataset = with_shards(stage, dataset, is_pre_batched=is_pre_batched)
         stage_data = StageData(
             stage,
             dataset,
