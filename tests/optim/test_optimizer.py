@@ -5,10 +5,18 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.dp import DataParallelStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Recorder, Regression, regression_data
-from trainkit import Callback, Data, LRSchedule, TaskModule, UserError
+from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer, UserError
+from trainkit.optim.chained_optimizer import ChainedOptimizer
+from trainkit.testing import run_ranks
 
 DATA = Data(train=regression_data(12), validation=regression_data(4, seed=1), batch_size=4)
 
@@ -275,6 +283,53 @@ class Rows(TaskModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+# ---- A fused SGD in 16 bits on the CPU
+
+
+def fused_sgd(task):
+    return torch.optim.SGD(task.parameters(), lr=0.1, fused=True)
+
+
+def chained_sgd(task):
+    return ChainedOptimizer(fused_sgd(task))
+
+
+def message_of_fit(strategy, configure=fused_sgd):
+    """Return the error of training in bf16."""
+    task, silent = Regression(configure, hidden=8), {"loggers": [], "report": False, "num_sanity_batches": 0}
+    trainer = Trainer(strategy, precision="bf16-true", max_duration="1step", run_dir=None, **silent)
+    with pytest.raises(UserError) as caught:
+        trainer.fit(task, DATA)
+    return str(caught.value)
+
+
+def messages_of_strategies():
+    strategies = [DDPStrategy, TorchDDPStrategy, FusionStrategy, FSDPStrategy, PipelineStrategy]
+    return {strategy.__name__: message_of_fit(strategy(device="cpu")) for strategy in strategies}
+
+
+FUSED_SGD = r"SGD(fused=True) has parameters of 16 bits on the CPU, of which torch's fused kernel updates only a few"
+
+
+@pytest.mark.parametrize("configure", [fused_sgd, chained_sgd])
+def test_a_fused_sgd_in_16_bits_on_the_cpu_is_refused(configure):
+    for strategy in (SingleStrategy(device="cpu"), DataParallelStrategy(devices=["cpu", "cpu"])):
+        message = message_of_fit(strategy, configure)
+        assert FUSED_SGD in message and "remove fused=True" in message
+
+
+def test_a_fused_sgd_in_16_bits_on_the_cpu_is_refused_by_every_strategy():
+    for found in run_ranks(messages_of_strategies, 2):
+        assert {name for name, message in found.items() if FUSED_SGD not in message} == set()
+
+
+def test_a_fused_sgd_in_32_bits_trains(make_trainer):
+    task, unfused = Regression(fused_sgd), Regression(lambda task: sgd(task, 0.1))
+    for one in (task, unfused):
+        make_trainer(max_duration="2step").fit(one, DATA)
+    torch.testing.assert_close(dict(task.state_dict()), dict(unfused.state_dict()))
 
 
 @pytest.mark.parametrize("limit", [{"max_grad_norm": 0.1}, {"max_grad_value": 0.02}])

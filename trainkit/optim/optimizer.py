@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from trainkit.errors import UserError, check_monitored, raising_module
 from trainkit.model.transforms import matches
+from trainkit.optim.chained_optimizer import members
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
@@ -361,6 +362,7 @@ def _prepared(
             f"the optimizer of {type(task).__name__} has none of the task's parameters; pass self.parameters(), "
             "and make sub-modules attributes of the task (lists of them in nn.ModuleList)."
         )
+    _check_fused_sgd(optimizer)
     split_weight_decay_groups(optimizer, schedules, task, no_weight_decay)
     if fused:
         _use_fused_kernel(optimizer, task)
@@ -382,6 +384,21 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
     return "; ".join(f"{count} parameters with {', '.join(sorted(settings))}" for count, settings in groups)
 
 
+def _check_fused_sgd(optimizer: Optimizer) -> None:
+    """Raise UserError for a fused SGD in 16 bits on the CPU, which leaves most elements as they are."""
+    for one in members(optimizer):
+        fused = [group for group in one.param_groups if group.get("fused")]
+        if isinstance(one, SGD) and any(map(_has_16_bits_on_cpu, fused)):
+            raise UserError(
+                f"{type(one).__name__}(fused=True) has parameters of 16 bits on the CPU, of which torch's fused kernel "
+                "updates only a few elements (PyTorch's issue 191763); remove fused=True, or train in fp32."
+            )
+
+
+def _has_16_bits_on_cpu(group: Mapping[str, Any]) -> bool:
+    return any(p.device.type == "cpu" and p.itemsize == 2 for p in group["params"])
+
+
 def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
     """Switch a new optimizer to torch's fused kernel if it has one.
 
@@ -400,7 +417,7 @@ def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
             return
         if not all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
             return
-        if type(optimizer) is SGD and any(p.device.type == "cpu" and p.itemsize == 2 for p in group["params"]):
+        if type(optimizer) is SGD and _has_16_bits_on_cpu(group):
             return
     for group in optimizer.param_groups:
         group["fused"] = True
