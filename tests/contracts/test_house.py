@@ -269,6 +269,9 @@ def config_keys() -> set[str]:
                 keys.add(path)
                 if isinstance(node, dict) and "_target_" in node:
                     keys |= {f"{path}.{name}" for name in (*node, *parameters_of(node["_target_"]))}
+    for file in (ROOT / "conf" / "recipe").glob("*.yaml"):
+        for name, value in yaml.safe_load(file.read_text())["task"].items():
+            keys |= {f"task.{name}", *(f"task.{name}.{key}" for key in (value if isinstance(value, dict) else ()))}
     return keys
 
 

@@ -85,6 +85,8 @@ RENAMED = {
     "callbacks.gradual_unfreezing.at": "callbacks.gradual_unfreezing.unfreeze_at",
     "callbacks.memory_report.history": "callbacks.memory_report.record_history",
     "callbacks.functions": "callbacks.lambda_callback",
+    "task.lora_rank": "task.lora.rank",
+    "task.lora_alpha": "task.lora.alpha",
     "data.weights": "data.sample_weights",
     "data.keep_workers": "data.persistent_workers",
     "data.workers": "data.num_workers",
