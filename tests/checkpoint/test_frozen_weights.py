@@ -14,7 +14,7 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Regression, assert_same_bits, regression_data, weights
-from trainkit import Data, Trainer
+from trainkit import Data, Phase, Trainer
 from trainkit.checkpoint.store import load_from
 from trainkit.errors import CheckpointError, UserError
 from trainkit.testing import run_ranks
@@ -38,6 +38,11 @@ def trainer(strategy: Any, folder: Any, **settings: Any) -> Trainer:
     defaults: dict[str, Any] = {"precision": "fp64", "loggers": [], "report": False, "num_sanity_batches": 0}
     defaults |= {"freeze": ["network.0"], "callbacks": [Checkpoint(trainable_only=True)], "run_dir": folder}
     return Trainer(strategy, **{**defaults, **settings})
+
+
+class Phases(Regression):
+    def configure_phases(self) -> list[Phase]:
+        return [Phase("training", self.configure_optimizers())]
 
 
 def single() -> SingleStrategy:
@@ -97,3 +102,5 @@ def test_it_is_refused_where_checkpoints_must_hold_more(tmp_path):
     callbacks = [Checkpoint(trainable_only=True), EMA()]
     with pytest.raises(UserError, match="trainable_only=true does not work with EMA"):
         trainer(single(), tmp_path / "run", callbacks=callbacks).fit(Regression(hidden=8), data())
+    with pytest.raises(UserError, match="trainable_only=true does not work with phases, of which each freezes"):
+        trainer(single(), tmp_path / "run").fit(Phases(hidden=8), data())
