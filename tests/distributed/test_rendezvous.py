@@ -103,15 +103,16 @@ def command(argv: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_two_tasks_of_submitit_on_this_machine_train_together(tmp_path, monkeypatch):
+def test_the_tasks_of_submitit_on_this_machine_train_together(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
     monkeypatch.chdir(tmp_path)
-    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2"]
+    # Three: on its own, each task would start two ranks.
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=3"]
     code, printed = sweep("strategy=fsdp", *launcher, path="")
     assert code == 0, printed
     payload = load_from(tmp_path / "sweep" / "0").payload
     assert payload["state"]["step"] == 2
-    assert "world_size=2" in payload["layout"]
+    assert "world_size=3" in payload["layout"]
 
 
 @pytest.mark.slow
