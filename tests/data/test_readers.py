@@ -1,6 +1,7 @@
 """Readers: the fast ones give exactly the batches of the slow one."""
 
 import gc
+import multiprocessing
 import random
 
 import numpy as np
@@ -231,3 +232,30 @@ def read_after_a_group_has_ended():
 
 def test_a_worker_does_not_collect_process_groups_of_its_rank():
     assert run_ranks(read_after_a_group_has_ended, 1) == [[[0, 1]]]
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda: WorkerIterator(NumberStream(1000), seed=0),
+        lambda: WorkerPool(lambda indices, epoch: indices, num_workers=1, pin_memory=False, persistent=False).read(
+            Request(torch.arange(2), 0) for _ in range(1000)
+        ),
+    ],
+    ids=["iterable", "map-style"],
+)
+def test_the_worker_of_an_iterator_that_is_dropped_in_a_cycle_ends_at_once(opened, monkeypatch):
+    join, exit_codes = multiprocessing.process.BaseProcess.join, []
+
+    def joined(process, timeout=None):
+        join(process, timeout)
+        exit_codes.append(process.exitcode)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "join", joined)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 30)  # seconds of the time-out
+    items = opened()
+    next(items)
+    items.cycle = items
+    del items
+    gc.collect()
+    assert exit_codes == [0]  # it has not timed out
