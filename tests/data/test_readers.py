@@ -2,7 +2,9 @@
 
 import gc
 import multiprocessing
+import os
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -259,3 +261,17 @@ def test_the_worker_of_an_iterator_that_is_dropped_in_a_cycle_ends_at_once(opene
     del items
     gc.collect()
     assert exit_codes == [0]  # it has not timed out
+
+
+def test_workers_for_whose_pipes_there_are_no_open_files_are_refused_before_one_starts():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        few = file.fileno() + 12  # enough for two workers
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    pool = WorkerPool(lambda indices, epoch: indices, num_workers=4, pin_memory=False, persistent=False)
+    try:
+        with pytest.raises(UserError, match=r"4 data workers cannot be started: Too many open files .*ulimit -n"):
+            pool.read([Request(torch.arange(2), 0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert multiprocessing.active_children() == []

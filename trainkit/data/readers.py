@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
+from trainkit.checkpoint.files import reason
 from trainkit.data.order import sample_seed
 from trainkit.errors import UserError
 from trainkit.rng import rng_state, seed_everything, set_rng_state
+
+_PIPES = 4  # files that the pipes of a worker hold open, and those of all workers together
 
 Collate = Callable[[list[Any]], Any]
 GetSample = Callable[[int, int], Any]
@@ -226,11 +231,22 @@ class _WorkerItems(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        _check_open_files(loader.num_workers)
         self._iterator = [iter(loader)]
         finalize(self, self._iterator.clear).atexit = False  # it holds the list: no cycle has the queues alone
 
     def __next__(self) -> Any:
         return next(self._iterator[0])
+
+
+def _check_open_files(num_workers: int) -> None:
+    """Raise UserError if the process may not open the pipes of that many workers: half of them could not be ended."""
+    with ExitStack() as opened:
+        try:
+            for _ in range(_PIPES * (num_workers + 1)):
+                opened.enter_context(open(os.devnull))
+        except OSError as error:
+            raise UserError(f"{num_workers} data workers cannot be started: {reason(error)}.") from error
 
 
 def _no_collate(item: Any) -> Any:
