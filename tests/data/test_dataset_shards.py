@@ -7,11 +7,12 @@ from collections import Counter
 from contextlib import contextmanager
 from itertools import chain, zip_longest
 
+import numpy
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.data.test_loader import loader_of, numbers
 from tests.tasks import FakeRank
@@ -400,6 +401,22 @@ def test_what_a_dataset_draws_is_the_same_for_every_number_of_workers():
         assert torch.equal(other[:, 1:3], here[:, 1:3])
         assert not torch.isclose(other[:, 3:], here[:, 3:]).any()
     assert set(drawn(1, epoch=1)[:, 0].tolist()) == {1.0}
+
+
+class Unsaved(Parts):
+    """Fails in a worker if the state of numpy's generator is asked for."""
+
+    def shard(self, num_shards, index):
+        if get_worker_info() is not None:
+            numpy.random.get_state = None
+        return super().shard(num_shards, index)
+
+
+def test_a_worker_does_not_save_generators_for_each_chunk():
+    data = Data(train=Unsaved([4] * 2), batch_size=2, num_workers=1)
+    loader = open_loader(data.stage_data("train"), FakeRank(), seed=0)
+    seen = [number for step_batch in loader.step_batches(0, 0) for number in as_read(step_batch)[0]]
+    assert seen == in_turn([4] * 2)
 
 
 class Pids(Parts):

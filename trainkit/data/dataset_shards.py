@@ -11,13 +11,13 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from trainkit.data.order import sample_seed
 from trainkit.data.readers import WorkerIterator
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
-from trainkit.rng import seeded_python
+from trainkit.rng import seed_python, seeded_python
 
 Lengths = list[int | None]
 """Samples of each shard; `None` where that is not known yet."""
@@ -192,7 +192,12 @@ class ShardChunks(IterableDataset[Chunk]):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed python, numpy and torch on the CPU in the block, and restore them at its end."""
+    """Seed python, numpy and torch on the CPU in the block, and outside of workers restore them at its end."""
+    if get_worker_info() is not None:  # its generators are used here alone; to save and restore numpy's takes 0.5 ms
+        seed_python(seed)
+        torch.default_generator.manual_seed(seed)
+        yield
+        return
     with seeded_python(seed), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
