@@ -266,11 +266,11 @@ def test_the_worker_of_an_iterator_that_is_dropped_in_a_cycle_ends_at_once(opene
 def test_workers_for_whose_pipes_there_are_no_open_files_are_refused_before_one_starts():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open(os.devnull) as file:
-        few = file.fileno() + 12  # enough for two workers
+        few = file.fileno() + 8  # enough for one worker
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-    pool = WorkerPool(lambda indices, epoch: indices, num_workers=4, pin_memory=False, persistent=False)
+    pool = WorkerPool(lambda indices, epoch: indices, num_workers=2, pin_memory=False, persistent=False)
     try:
-        with pytest.raises(UserError, match=r"4 data workers cannot be started: Too many open files .*ulimit -n"):
+        with pytest.raises(UserError, match=r"2 data workers cannot be started: Too many open files .*ulimit -n"):
             pool.read([Request(torch.arange(2), 0)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
