@@ -57,7 +57,7 @@ class Shards(IterableDataset[Any]):
         selected = self.shards[index::num_shards]
         if len(selected) != 1:
             return Shards(self._open, selected)
-        opened = self._open(selected[0])
+        opened: Any = self._open(selected[0])
         if _is_webdataset(opened):
             raise UserError("Shards: open_shard returned a dataset of webdataset; pass the whole one to Data instead.")
         is_sequence = hasattr(opened, "__len__") and hasattr(opened, "__getitem__")
