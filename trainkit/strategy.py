@@ -306,11 +306,14 @@ class Strategy:
         phase_optimizer.optimizer.load_state_dict({**saved, "param_groups": groups})
 
     def strategy_state(self) -> dict[str, Any]:
-        """Return the decisions that a resumed run must repeat, such as a partition; not collective."""
+        """Return what a resumed run needs beside task and optimizer, such as a partition; complete on rank 0."""
         return {}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
-        """Repeat the decisions of the resumed run's `strategy_state`, which may be of another strategy."""
+        """Restore a `strategy_state`, which may be another strategy's; task and optimizer are restored.
+
+        `saved` is complete on every rank, its tensors on the disk.
+        """
 
 
 class PhaseTraining(Strategy):

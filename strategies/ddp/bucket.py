@@ -120,6 +120,10 @@ class GradBucket:
         """Return the views of another buffer of the same layout."""
         return _views(buffer, self._bucket.layout, [entry.parameter for entry in self._bucket.entries])
 
+    def names(self) -> list[str]:
+        """Return the names of the parameters in the order of their gradients."""
+        return [entry.name for entry in self._bucket.entries]
+
     def parameters(self) -> list[Tensor]:
         """Return the parameters in the order of their gradients."""
         return [entry.parameter for entry in self._bucket.entries]

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,34 @@ from .bucket import GradBucket
 from .transport import CommunicationHook, HookSteps
 
 Numbered = list[tuple[int, Tensor]]  # by position in the bucket
+
+
+class ErrorFeedback:
+    """Differences between gradients and what was sent of them, by parameter; they are added to the next gradients."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Tensor] = {}
+        self._flats: dict[int, Tensor] = {}  # by bucket; `by_name` has views of them
+
+    def of(self, bucket: GradBucket) -> Tensor:
+        """Return the errors of a bucket, at first zeros: (numel,)."""
+        flat = self._flats.get(bucket.index())
+        if flat is None:
+            flat = self._flats[bucket.index()] = torch.zeros_like(bucket.buffer())
+            for name, error in zip(bucket.names(), bucket.gradients_in(flat), strict=True):
+                if name in self.by_name:
+                    error.copy_(self.by_name[name])
+                self.by_name[name] = error
+        return flat
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace all errors by those of a checkpoint."""
+        self.by_name, self._flats = dict(saved), {}
+
+
+def sum_of_errors(states: Sequence[Mapping[str, Any]], *, world_size: int) -> dict[str, Tensor]:
+    """Return for each of `world_size` ranks an equal part of the errors that other ranks have saved."""
+    return {name: sum(state["errors"][name] for state in states) / world_size for name in states[0]["errors"]}
 
 
 def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
@@ -46,6 +74,54 @@ def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
 
 
 @dataclass(slots=True)
+class HalfPrecision:
+    """State of `error_feedback_hook`."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype = torch.bfloat16
+    errors: ErrorFeedback = field(default_factory=ErrorFeedback, init=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's errors."""
+        return {"errors": dict(self.errors.by_name)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue with the errors of this rank."""
+        self.errors.load(saved["errors"])
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the errors of another number of ranks: their sum is kept."""
+        self.errors.load(sum_of_errors(states, world_size=self.group.size()))
+
+
+def error_feedback_hook(state: HalfPrecision, bucket: GradBucket) -> HookSteps:
+    """Leave the mean, sent in 16 bits and summed in float32; what rounding removes is added to the next step.
+
+        rank 0   [ shard 0 | shard 1 ]  --16 bits-->  rank 0 sums shard 0  --16 bits-->  every rank
+        rank 1   [ shard 0 | shard 1 ]                rank 1 sums shard 1
+
+    A rank keeps the error of what it sent, and of the sum that it rounded. Bytes are those of an all_reduce.
+    """
+    buffer, group = bucket.buffer(), state.group
+    world_size, errors = group.size(), state.errors.of(bucket)
+    numel = len(buffer)
+    shard = -(-numel // world_size)
+    errors.add_(buffer)
+    sent = torch.zeros(world_size * shard, dtype=state.dtype, device=buffer.device)
+    sent[:numel] = errors
+    errors.sub_(sent[:numel])
+    arrived = torch.empty_like(sent)
+    yield dist.all_to_all_single(arrived, sent, group=group, async_op=True)
+    total = arrived.view(world_size, shard).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0)
+    mean = total.div(world_size).to(state.dtype)
+    start, stop = (min(numel, place * shard) for place in (group.rank(), group.rank() + 1))
+    errors[start:stop] += total.sub_(mean, alpha=world_size)[: stop - start]
+    errors.nan_to_num_(0.0, 0.0, 0.0)  # of gradients that overflowed, or NaN: they would stay
+    yield dist.all_gather(list(sent.split(shard)), mean, group=group, async_op=True)
+    return buffer.copy_(sent[:numel])
+
+
+@dataclass(slots=True)
 class PowerSGD:
     """State of the low-rank compression of Vogels et al. (2019), with error feedback and warm start.
 
@@ -55,22 +131,42 @@ class PowerSGD:
     group: dist.ProcessGroup
     rank: int = 2
     start_step: int = 10  # before it gradients are sent uncompressed: they change most then
-    factors: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)  # (bucket, position) -> Q
-    errors: dict[int, Tensor] = field(default_factory=dict, init=False)  # bucket -> difference that was not sent yet
-    steps: dict[int, int] = field(default_factory=dict, init=False)
+    factors: dict[str, Tensor] = field(default_factory=dict, init=False)  # parameter -> Q
+    errors: ErrorFeedback = field(default_factory=ErrorFeedback, init=False)
+    steps: dict[int, int] = field(default_factory=dict, init=False)  # bucket -> steps so far
+    first_step: int = field(default=0, init=False)  # of buckets without a number of steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, the factors and this rank's errors."""
+        steps = max(self.steps.values(), default=self.first_step)
+        return {"steps": steps, "factors": dict(self.factors), "errors": dict(self.errors.by_name)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue with the errors of this rank."""
+        self.steps, self.first_step = {}, saved["steps"]
+        self.factors = {name: factor for name, factor in saved["factors"].items() if factor.shape[1] == self.rank}
+        self.errors.load(saved["errors"])
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the errors of another number of ranks: their sum is kept."""
+        self.load_state_dict({**states[0], "errors": sum_of_errors(states, world_size=self.group.size())})
 
 
 def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> HookSteps:
     """Leave a low-rank approximation of the mean; its error is added to the next step's gradient."""
     index, buffer, world_size = bucket.index(), bucket.buffer(), state.group.size()
-    step = state.steps[index] = state.steps.get(index, -1) + 1
+    step = state.steps.get(index, state.first_step)
+    state.steps[index] = step + 1
     if step < state.start_step:
         return (yield from average_hook(state.group, bucket))
-    if index in state.errors:
-        buffer.add_(state.errors[index])
-    whole = buffer.clone()
+    errors, names = state.errors.of(bucket), bucket.names()
+    buffer.copy_(errors.add_(buffer))
     matrices, vectors = _split_by_shape(bucket.gradients(), state.rank)
-    lefts = [matrix @ _factor(state, index, position, matrix) for position, matrix in matrices]
+    known = [state.factors.get(names[position]) for position, _ in matrices]
+    lefts = [
+        matrix @ (_first_factor(state.rank, index, position, matrix) if factor is None else factor)
+        for (position, matrix), factor in zip(matrices, known, strict=True)
+    ]
     sent = _join([*lefts, *(vector for _, vector in vectors)], buffer).div_(world_size)
     yield dist.all_reduce(sent, group=state.group, async_op=True)
     _split_into([*lefts, *(vector for _, vector in vectors)], sent)
@@ -81,11 +177,10 @@ def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> HookSteps:
     _split_into(rights, sent)
     for (position, matrix), left, right in zip(matrices, lefts, rights, strict=True):
         matrix.copy_(left @ right.t())
-        state.factors[index, position] = right
-    state.errors[index] = whole.sub_(buffer)
-    places = bucket.gradients_in(state.errors[index])
+        state.factors[names[position]] = right.nan_to_num_(0.0, 0.0, 0.0)
+    errors.sub_(buffer).nan_to_num_(0.0, 0.0, 0.0)  # of gradients that overflowed, or NaN: they would stay
     for position, _ in vectors:  # sent uncompressed: they differ only by the other ranks' gradients
-        places[position].zero_()
+        state.errors.by_name[names[position]].zero_()
     return buffer
 
 
@@ -102,13 +197,10 @@ def _split_by_shape(gradients: Sequence[Tensor], rank: int) -> tuple[Numbered, N
     return matrices, vectors
 
 
-def _factor(state: PowerSGD, index: int, position: int, matrix: Tensor) -> Tensor:
-    """Return Q of the last step; in the first step a random Q, the same on every rank."""
-    known = state.factors.get((index, position))
-    if known is not None:
-        return known
+def _first_factor(rank: int, index: int, position: int, matrix: Tensor) -> Tensor:
+    """Return a random Q, the same on every rank."""
     generator = torch.Generator().manual_seed(1_000_003 * index + position)
-    random = torch.randn(matrix.shape[1], state.rank, generator=generator)
+    random = torch.randn(matrix.shape[1], rank, generator=generator)
     return _orthonormal(random.to(matrix.device, matrix.dtype))
 
 
@@ -135,17 +227,40 @@ class PeriodicAveraging:
     start_step: int = 100  # before it gradients are averaged in every step
     period: int = 8  # steps between two averagings of parameters
     step: int = field(default=0, init=False)
+    weights_differ: bool = field(default=False, init=False)  # between ranks
 
     def after_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the parameters every `period` steps; collective."""
         self.step += 1
-        if self.step <= self.start_step or self.step % self.period:
-            return
-        with torch.no_grad():
-            for parameter in parameters:
-                mean = parameter.detach().div(self.group.size())
-                dist.all_reduce(mean, group=self.group)
-                parameter.copy_(mean)
+        self.weights_differ = self.step > self.start_step
+        if self.step % self.period == 0:
+            self.average(parameters)
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Leave the mean over ranks in the parameters, if they differ; collective."""
+        if self.weights_differ:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.copy_(self.mean(parameter))
+        self.weights_differ = False
+
+    def mean(self, parameter: Tensor) -> Tensor:
+        """Return the mean of a parameter over ranks; collective."""
+        mean = parameter.detach().div(self.group.size())
+        dist.all_reduce(mean, group=self.group)
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps; weights and optimizer of the rank belong to the strategy."""
+        return {"step": self.step, "weights_differ": self.weights_differ}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue after the saved step, with the weights of this rank."""
+        self.step, self.weights_differ = saved["step"], saved["weights_differ"]
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after the saved step on another number of ranks, with their mean weights."""
+        self.step, self.weights_differ = states[0]["step"], False
 
 
 def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> HookSteps:
@@ -164,12 +279,33 @@ HOOKS: dict[str, Callable[[Any, Any], HookSteps] | None] = {
 }
 
 _STATES: dict[str, type[PowerSGD | PeriodicAveraging]] = {"power_sgd": PowerSGD, "local_sgd": PeriodicAveraging}
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@runtime_checkable
+class SavedHookState(Protocol):
+    """A hook's state that checkpoints hold, for each rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank."""
+
+
+@runtime_checkable
+class MergedHookState(SavedHookState, Protocol):
+    """A hook's state that continues on another number of ranks."""
+
+    def load_from_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the states of all ranks of the run that was saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommHook:
     """A hook, and the function that makes its state once the process group exists."""
 
+    name: str
     hook: CommunicationHook
     make_state: Callable[..., Any] | None  # called with the process group and the options; `None`: it is the group
     options: Mapping[str, Any]
@@ -202,7 +338,8 @@ def make_comm_hook(
         parameters = []
     if parameters and all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
         _check_names(options, [parameter.name for parameter in parameters[1:]])  # the first is the process group
-    return CommHook(function, make_state, options)
+    name = hook if isinstance(hook, str) else getattr(hook, "__qualname__", type(hook).__qualname__)
+    return CommHook(name, function, make_state, options)
 
 
 def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> CommHook | None:
@@ -216,14 +353,21 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
             f"comm_hook_state belongs to a custom hook; comm_hook={name} is built in. Omit comm_hook_state."
         )
     kind = _STATES.get(name)
+    dtype = _DTYPES.get(name)
     valid = [] if kind is None else [field.name for field in fields(kind) if field.init and field.name != "group"]
-    _check_names(options, valid)
+    _check_names(options, valid if dtype is None else ["error_feedback"])
     for option, value in options.items():
+        if option == "error_feedback":
+            if not isinstance(value, bool):
+                raise UserError(f"comm_hook_options.error_feedback must be true or false, got {value!r}.")
+            continue
         least = 0 if option == "start_step" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"comm_hook_options.{option} must be a whole number, at least {least}, got {value!r}.")
+    if dtype is not None and options.get("error_feedback"):
+        return CommHook(name, error_feedback_hook, HalfPrecision, {"dtype": dtype})
     hook = HOOKS[name]
-    return None if hook is None else CommHook(hook, kind, options)
+    return None if hook is None else CommHook(name, hook, kind, {} if dtype is not None else options)
 
 
 def _check_names(options: Mapping[str, Any], valid: list[str]) -> None:

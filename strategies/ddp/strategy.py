@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
@@ -19,11 +21,12 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import PhaseTraining, Strategy
 from trainkit.task import TaskModule
+from trainkit.tree import map_tensors
 
 from ..multiprocess import MultiProcessStrategy, RankSettings
 from .bucket import Bucket
 from .bucket_plan import ring_bytes
-from .comm_hooks import PeriodicAveraging, make_comm_hook
+from .comm_hooks import MergedHookState, PeriodicAveraging, SavedHookState, make_comm_hook
 from .distributed_data_parallel import unreached_parameters
 from .grad_norm import total_norm
 from .reducer import Reducer, ReducerSettings, Unused
@@ -55,8 +58,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         transport: Sum of the buckets: `auto`, `shared_memory` (inside each host) or `process_group` (gloo, nccl).
         comm_hook: Compression of gradients: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`; or a function
             `hook(state, bucket)`, such as PyTorch's, or its import path.
-        comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`), of `local_sgd` (`start_step`, `period`), or
-            arguments of `comm_hook_state`.
+        comm_hook_options: Settings of `fp16` and `bf16` (`error_feedback`), `power_sgd` (`rank`, `start_step`) and
+            `local_sgd` (`start_step`, `period`), or arguments of `comm_hook_state`.
         comm_hook_state: Function that makes the state of a custom hook, called with the process group and
             `comm_hook_options`, or its import path; `None`: the state is the process group.
         optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
@@ -127,6 +130,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._overlap_meter: OverlapMeter | None = None
         self.reducer: Reducer | None = None
         self._averaging: PeriodicAveraging | None = None
+        self._hook_states: dict[str, Any] = {}  # by phase
+        self._has_warned = False  # of a hook's state that is not saved
+        self._averaged: dict[str, nn.Parameter] = {}  # by local SGD
+        self._optimizer: Optimizer | None = None  # of local SGD
         self._trains_all = False  # the optimizer has exactly the reduced parameters
         self._bucketwise: BucketwiseOptimizer | None = None
         self._reducers: dict[str, Reducer] = {}  # by phase
@@ -144,9 +151,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._reducers[phase_optimizer.phase] = self.reducer
         self._trains_all = own == {id(p) for _, p in named}
         if self.comm_hook is not None:
-            state = self.comm_hook.state(comm.group)
+            state = self._hook_states[phase_optimizer.phase] = self.comm_hook.state(comm.group)
             self.reducer.register_hook(state, self.comm_hook.hook)
-            self._averaging = state if isinstance(state, PeriodicAveraging) else None
+            if isinstance(state, PeriodicAveraging):
+                self._averaging, self._averaged, self._optimizer = state, dict(named), phase_optimizer.optimizer
         if phase_optimizer.phase and (self._averaging is not None or self.optimizer_in_backward):
             raise UserError(
                 "optimizer_in_backward=true and comm_hook=local_sgd need a single optimizer, and this task has phases. "
@@ -193,6 +201,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers, self.reducer = {}, None
+        self._hook_states, self._averaging, self._averaged = {}, None, {}
 
     def _new_timeline(self) -> Timeline:
         return Timeline(self.comm.rank)
@@ -267,7 +276,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         else:
             norm = Strategy.optimizer_step(self, phase_optimizer)
         if self._averaging is not None:
-            self._averaging.after_step(phase_optimizer.parameters)
+            self._averaging.after_step(list(self._averaged.values()))
         return norm
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
@@ -275,6 +284,93 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self._trains_all and self.reducer is not None:
             return self.reducer.gradient_norm()
         return total_norm(phase_optimizer.gradients(), self.device)
+
+    # ---- State
+
+    def state_dict(self, task: TaskModule) -> dict[str, Any]:
+        """Return the task's parameters and buffers, under local SGD the mean of parameters; complete on rank 0."""
+        if self._averaging is None or not self._averaging.weights_differ:
+            return super().state_dict(task)
+        means = {id(parameter): self._averaging.mean(parameter) for parameter in self._averaged.values()}
+        whole = task.state_dict(keep_vars=True).items()
+        return {
+            name: means.get(id(value), value.detach() if isinstance(value, Tensor) else value) for name, value in whole
+        }
+
+    def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
+        """Return the trained state on rank 0 if the caller is in another process; collective.
+
+        Under local SGD every rank has the mean of weights afterwards.
+        """
+        if self._averaging is not None:
+            self._averaging.average(list(self._averaged.values()))
+        return super().final_state_dict(task)
+
+    def strategy_state(self) -> dict[str, Any]:
+        """Return the state of the communication hook on every rank, complete on rank 0; collective."""
+        hooks = self._saved_hook_states()
+        if self.comm_hook is None or not hooks:
+            return {}
+        own: dict[str, Any] = {"hooks": {phase: state.state_dict() for phase, state in hooks.items()}}
+        if self._averaging is not None and self._averaging.step > self._averaging.start_step:
+            assert self._optimizer is not None
+            own |= {"weights": self._averaged, "optimizer": self._optimizer.state_dict()["state"]}
+        own = map_tensors(own, lambda tensor: tensor.detach().to("cpu", copy=True))  # without what it is a view of
+        return {"comm_hook": self.comm_hook.name, "hook_states": self.comm.gather_object(own)}
+
+    def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
+        """Restore this rank's state of the communication hook.
+
+        From another number of ranks errors are kept in their sum; under local SGD the mean of weights is.
+        """
+        states, hooks = saved.get("hook_states"), self._saved_hook_states()
+        if not states:
+            return
+        name = "none" if self.comm_hook is None else self.comm_hook.name
+        is_same_hook = saved["comm_hook"] == name and states[0]["hooks"].keys() == hooks.keys()
+        if is_same_hook and len(states) == self.comm.world_size:
+            own = in_memory(states[self.comm.rank])
+            for phase, hook in hooks.items():
+                hook.load_state_dict(own["hooks"][phase])
+            if "weights" in own:
+                self._load_own_weights(own)
+            return
+        is_merged = is_same_hook and all(isinstance(hook, MergedHookState) for hook in hooks.values())
+        for phase, hook in hooks.items() if is_merged else ():
+            assert isinstance(hook, MergedHookState)
+            hook.load_from_ranks([in_memory(each["hooks"][phase]) for each in states])
+        if self.comm.is_main and ("weights" in states[0] or not is_merged):
+            logger.warning(
+                "the checkpoint holds the state of comm_hook=%s on %d ranks, and this run has comm_hook=%s on %d: %s.",
+                saved["comm_hook"],
+                len(states),
+                name,
+                self.comm.world_size,
+                "it continues from the mean of weights, with the optimizer of rank 0"
+                if "weights" in states[0]
+                else "that state is dropped",
+            )
+
+    def _saved_hook_states(self) -> dict[str, SavedHookState]:
+        """Return the hook's states that checkpoints hold, by phase; warn once of others."""
+        saved = {phase: state for phase, state in self._hook_states.items() if isinstance(state, SavedHookState)}
+        for state in self._hook_states.values() if self.comm.is_main and not self._has_warned else ():
+            if not isinstance(state, SavedHookState | dist.ProcessGroup | None):
+                self._has_warned = True
+                logger.warning(
+                    "checkpoints do not hold the state of the communication hook: %s has no state_dict and "
+                    "load_state_dict. A resumed run starts with a new one.",
+                    type(state).__name__,
+                )
+        return saved
+
+    def _load_own_weights(self, own: Mapping[str, Any]) -> None:
+        """Load the weights and the optimizer's state of this rank, which differ from other ranks'."""
+        assert self._optimizer is not None
+        with torch.no_grad():
+            for name, parameter in self._averaged.items():
+                parameter.copy_(own["weights"][name])
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own["optimizer"]})
 
 
 class BucketwiseOptimizer:

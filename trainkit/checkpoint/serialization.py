@@ -47,7 +47,7 @@ RUN_STATE: dict[str, type | tuple[type, ...]] = {
     "callbacks": dict,
 }
 """The keys of a run's payload that a resumed run reads, and the types of their values."""
-_ON_DISK = ("task", "optimizer", "evaluation_weights", "callbacks")
+_ON_DISK = ("task", "optimizer", "evaluation_weights", "callbacks", "strategy")
 """Keys of a payload whose tensors are read when they are used."""
 _COUNTERS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("step", "epoch", "position", "samples"), int),

@@ -65,6 +65,10 @@ class Collectives:
         """Return the values of all processes, in their order; collective."""
         return [value]
 
+    def gather_object(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, `[]` on the others; collective."""
+        return [value]
+
     def broadcast_object(self, value: T) -> T:
         """Return the main process's value; collective."""
         return value
@@ -158,6 +162,12 @@ class ProcessGroupCollectives(Collectives):
         with self.waiting(self.after("an all_gather")):
             return gather(value, self.group)
 
+    def gather_object(self, value: T) -> list[T]:
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with self.waiting(self.after("a gather")):
+            dist.gather_object(value, gathered, dist.get_global_rank(self.group, 0), group=self.group)
+        return gathered or []
+
     def broadcast_object(self, value: T) -> T:
         values = [value]
         with self.waiting(self.after("a broadcast")):
@@ -209,11 +219,8 @@ class ProcessGroupCollectives(Collectives):
         return packed
 
     def gather_predictions(self, outputs: list[Any]) -> list[Any]:
-        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        mine = concatenate(outputs) if outputs else None
-        with self.waiting(self.after("the gathering of predictions")):
-            dist.gather_object(mine, gathered, dist.get_global_rank(self.group, 0), group=self.group)
-        parts = [part for part in gathered or [] if part is not None]
+        gathered = self.gather_object(concatenate(outputs) if outputs else None)
+        parts = [part for part in gathered if part is not None]
         return [interleave(parts)] if parts else []
 
     # ---- Errors

@@ -60,7 +60,9 @@ def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
             {"comm_hook": "power_sgd", "comm_hook_options": {"rnak": 2}},
             r"no 'rnak'\. Did you mean 'rank'\? Valid options: rank, start",
         ),
-        ({"comm_hook": "bf16", "comm_hook_options": {"rank": 2}}, "This hook has no options"),
+        ({"comm_hook": "bf16", "comm_hook_options": {"rank": 2}}, "no 'rank'. Valid options: error_feedback"),
+        ({"comm_hook": "fp16", "comm_hook_options": {"error_feedback": 1}}, "error_feedback must be true or false"),
+        ({"comm_hook": "none", "comm_hook_options": {"rank": 2}}, "This hook has no options"),
         (
             {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 0}},
             "rank must be a whole number, at least 1, got 0",
@@ -105,6 +107,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "theirs, fp16": {"comm_hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook"},
     "ours, fp16": {"comm_hook": "fp16"},
     "ours, bf16": {"comm_hook": "bf16"},
+    "ours, bf16 with errors": {"comm_hook": "bf16", "comm_hook_options": {"error_feedback": True}},
     "ours, power": {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 1, "start_step": 2}},
     "ours, local": {"comm_hook": "local_sgd", "comm_hook_options": {"start_step": 2, "period": 5}},
 }

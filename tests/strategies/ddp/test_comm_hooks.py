@@ -119,6 +119,79 @@ def test_power_sgd_corrects_its_errors_in_later_steps():
         assert between == 0.0
 
 
+def sums_with_error_feedback(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return over 20 steps the sum of exact means, that of what was left in `.grad`, and the mean of last errors."""
+    rank, sums = dist.get_rank(), []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 5).double()  # 165 gradients: the shards of 2 ranks are not equal
+        reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD)
+        if hooked:
+            choice = make_comm_hook(name, state=None, options={"error_feedback": True})
+            state = choice.state(dist.group.WORLD)
+            reducer.register_hook(state, choice.hook)
+        total = torch.zeros(5 * (WIDTH + 1), dtype=torch.float64)
+        for step in range(20):
+            model.zero_grad()
+            with reducer.session():
+                model(batch(10 * step + rank).double()).square().mean().backward()
+            total += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        sums.append(total)
+    errors = state.state_dict()["errors"]
+    mean = torch.cat([errors[key].reshape(-1) for key, _ in model.named_parameters()]) / dist.get_world_size()
+    dist.all_reduce(mean)
+    return sums[0], sums[1], mean
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_what_was_applied_in_all_steps_is_the_sum_of_gradients_but_for_the_last_errors(name):
+    for exact, applied, last in run_ranks(sums_with_error_feedback, 2, name):
+        assert (applied - exact).abs().max() > 1e-6, "something is left to send"
+        torch.testing.assert_close(applied + last, exact, rtol=0, atol=1e-13)
+
+
+def weights_after_steps() -> dict[str, Tensor]:
+    """Return the weights after 60 steps in fp32, and in bf16 with and without error feedback."""
+    found = {}
+    for name, options in (("none", {}), ("bf16", {}), ("feedback", {"error_feedback": True})):
+        model, reducer = make()
+        if name != "none":
+            choice = make_comm_hook("bf16", state=None, options=options)
+            reducer.register_hook(choice.state(dist.group.WORLD), choice.hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(60):
+            backward(model, reducer, 10 * step + dist.get_rank())
+            optimizer.step()
+        found[name] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return found
+
+
+def test_with_error_feedback_weights_are_nearer_to_those_of_fp32():
+    for weights in run_ranks(weights_after_steps, 3):
+        without, with_it = ((weights[name] - weights["none"]).norm() for name in ("bf16", "feedback"))
+        assert with_it < without / 2
+
+
+def gradients_after_overflow(name: str) -> Tensor:
+    """Return the gradients of the third step, after one whose gradients are not finite on one rank."""
+    model, reducer = make()
+    options = {"rank": 2, "start_step": 0} if name == "power_sgd" else {"error_feedback": True}
+    choice = make_comm_hook(name, state=None, options=options)
+    reducer.register_hook(choice.state(dist.group.WORLD), choice.hook)
+    for step, factor in enumerate((1.0, float("inf"), 1.0)):
+        model.zero_grad()
+        with reducer.session():
+            (model(batch(step)).square().mean() * (factor if dist.get_rank() else 1.0)).backward()
+        gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        assert gradients.isfinite().all() == (step != 1)
+    return gradients
+
+
+@pytest.mark.parametrize("name", ["fp16", "power_sgd"])
+def test_a_step_that_is_not_finite_leaves_no_error_behind(name):
+    assert all(gradients.isfinite().all() for gradients in run_ranks(gradients_after_overflow, 2, name))
+
+
 def local_sgd_steps() -> list[float]:
     """Return the distance between ranks after each of six steps."""
     model, reducer = make()
