@@ -41,6 +41,8 @@ from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
+from .own_groups import OwnGroups
+
 T = TypeVar("T")
 
 _LAUNCHERS = ("local", "ray")
@@ -99,6 +101,7 @@ class MultiProcessStrategy(Strategy):
         self._environment: RankEnvironment | None = None  # of a rank that was started here
         self._while_joined: ExitStack | None = None  # closed at the end of a run whose ranks torchrun started
         self._owns_group = False
+        self._own_groups = OwnGroups(timedelta(seconds=self.ranks.timeout_seconds))
         self._buffers: BroadcastBuffers | None = None  # broadcast after every step
         self._weighted_by: dict[str, bool] = {}  # name of a step method -> it returns weights
         self._watchdog: RankWatchdog | None = None
@@ -248,7 +251,7 @@ class MultiProcessStrategy(Strategy):
         return state
 
     def teardown(self) -> None:
-        """Leave the process group if this strategy joined it; may be called twice."""
+        """Leave the process groups that this strategy joined or made; may be called twice."""
         self._buffers = None
         if self._watchdog is not None:
             self._watchdog.close()
@@ -260,9 +263,11 @@ class MultiProcessStrategy(Strategy):
             # If this rank left now, ranks that wait for it would report a broken connection instead of the reason, and
             # destroying the group could block. The process is about to end.
             self.publish_failure(f"{type(failing).__name__}: {failing}")
+            self._own_groups.leave(destroy=False)
             return
         if isinstance(self.comm, ProcessGroupCollectives):
             self.comm.failure_store = None
+        self._own_groups.leave()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False

@@ -12,7 +12,6 @@ While shards are between hosts, backward fills the next buckets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from ..host_layout import HostLayout
+from ..own_groups import OwnGroups
 from .shared_memory import SharedBucket, SharedMemoryTransport, shard_of
 from .transport import ProcessGroupTransport, Work
 
@@ -122,16 +122,10 @@ def why_not_inside_hosts(hosts: HostLayout, group: dist.ProcessGroup) -> str | N
 
 
 def open_host_groups(
-    hosts: HostLayout, group: dist.ProcessGroup, *, timeout_seconds: float
+    hosts: HostLayout, group: dist.ProcessGroup, *, own_groups: OwnGroups
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the group of the ranks of this host, and that of the ranks at the same place of every host. Collective."""
-    inside, between = (
-        dist.new_subgroups_by_enumeration(
-            [[dist.get_global_rank(group, rank) for rank in ranks] for ranks in sets],
-            backend="gloo",
-            timeout=timedelta(seconds=timeout_seconds),
-        )[0]
-        for sets in (hosts.ranks, hosts.columns(hosts.fewest_ranks))
-    )
+    sets = hosts.ranks, hosts.columns(hosts.fewest_ranks)
+    inside, between = (own_groups.new_of_sets(each, group, backend="gloo") for each in sets)
     assert inside is not None and between is not None
     return inside, between

@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
 
+from ..own_groups import OwnGroups
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
 from .grad_norm import total_norm, whole_gradients
 from .reductions import BucketReductions, open_transport
@@ -49,8 +50,8 @@ class Reducer:
 
     The caller marks each backward that is reduced with `session`, calls `start_on_hook` from a hook of the backward, or
     announces it with `prepare_for_backward`; any other only accumulates gradients on this rank. Ranks publish why they
-    fail in `failure_store`; without it in a store for this Reducer alone. `untrained` holds other tensors that must be
-    the same on all ranks, by kind.
+    fail in `failure_store`; without it in a store for this Reducer alone. `own_groups` takes the process groups that
+    are made here. `untrained` holds other tensors that must be the same on all ranks, by kind.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Reducer:
         group: dist.ProcessGroup,
         settings: ReducerSettings | None = None,
         failure_store: FailureStore | None = None,
+        own_groups: OwnGroups | None = None,
         untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Check that all ranks have the same parameters, and register hooks on them. Collective."""
@@ -73,7 +75,7 @@ class Reducer:
         collective = ProcessGroupTransport(
             group, failure_store=self.failure_store, device=self.device, timeout_seconds=self.settings.timeout_seconds
         )
-        self.transport = open_transport(self.settings.transport, collective)
+        self.transport = open_transport(self.settings.transport, collective, own_groups=own_groups)
         self.reductions = BucketReductions(self.settings, collective)
         scale = 1.0 / self.world_size if self.settings.average else 1.0
         self.filler = BucketFiller(scale=scale, as_view=self.settings.gradient_as_bucket_view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from trainkit.distributed.collectives import gather
 
 from ..host_layout import HostLayout, host_name
+from ..own_groups import OwnGroups
 from .bucket import Bucket, GradBucket, ReducerSettings
 from .hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
 from .shared_memory import SharedMemoryTransport, why_no_shared_memory
@@ -170,10 +172,13 @@ def _copy_back(bucket: Bucket) -> None:
             torch._foreach_copy_(gradients, views)
 
 
-def open_transport(name: TransportName, process_group: ProcessGroupTransport) -> Transport:
+def open_transport(
+    name: TransportName, process_group: ProcessGroupTransport, *, own_groups: OwnGroups | None = None
+) -> Transport:
     """Return the transport called `name` of the ranks of `process_group`. Collective.
 
-    "auto" is shared memory inside each host where it works, else the process group.
+    "auto" is shared memory inside each host where it works, else the process group. `own_groups` takes the groups of
+    hosts; without it they end with the default group.
     """
     group, device = process_group.group, process_group.device
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
@@ -182,7 +187,7 @@ def open_transport(name: TransportName, process_group: ProcessGroupTransport) ->
     hosts = HostLayout.of(gather(host_name(), group))
     reason, inside, between = why_not_inside_hosts(hosts, group), group, None
     if reason is None and len(hosts.ranks) > 1:
-        inside, between = open_host_groups(hosts, group, timeout_seconds=seconds)
+        inside, between = open_host_groups(hosts, group, own_groups=own_groups or OwnGroups(timedelta(seconds=seconds)))
     if reason is None:
         reason = next(filter(None, gather(why_no_shared_memory(inside, device), group)), None)
     if reason is None:

@@ -147,7 +147,13 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if phase_optimizer.phase:
             named = [(name, p) for name, p in named if id(p) in own]
         comm = self.comm
-        self.reducer = Reducer(named, group=comm.group, settings=self.settings, failure_store=comm.failure_store)
+        self.reducer = Reducer(
+            named,
+            group=comm.group,
+            settings=self.settings,
+            failure_store=comm.failure_store,
+            own_groups=self._own_groups,
+        )
         self._reducers[phase_optimizer.phase] = self.reducer
         self._trains_all = own == {id(p) for _, p in named}
         if self.comm_hook is not None:

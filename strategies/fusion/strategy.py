@@ -220,8 +220,7 @@ class FusionStrategy(DDPStrategy):
         hosts = HostLayout.of(gather(self.host(), group))
         local: dist.ProcessGroup | None = group
         if len(hosts.ranks) > 1:
-            ranks = [[dist.get_global_rank(group, rank) for rank in of_host] for of_host in hosts.ranks]
-            local, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo")
+            local = self._own_groups.new_of_sets(hosts.ranks, group, backend="gloo")
         assert local is not None
         reason = _why_no_shared_buffers(hosts, group, local, self.servers)
         if name != "exchange" and reason is None:
@@ -233,14 +232,14 @@ class FusionStrategy(DDPStrategy):
             raise UserError(f"servers=host needs shared memory on each host, but {why}. Set strategy.servers=rank.")
         if name == "auto" and group.rank() == 0 and group.size() > len(hosts.ranks):
             logger.info("buffers are sent through gloo instead of shared memory: %s", reason)
-        groups = open_server_groups([range(group.size())], group)
+        groups = open_server_groups([range(group.size())], group, own_groups=self._own_groups)
         assert groups is not None
         return self._open_exchange(groups, self.device)
 
     def _open_shared_buffers(self, hosts: HostLayout, local: dist.ProcessGroup) -> SharedBuffers:
         assert self.reducer is not None
         num_servers = 1 if self.servers == "host" else hosts.fewest_ranks
-        groups = open_server_groups(hosts.columns(num_servers), self.comm.group)
+        groups = open_server_groups(hosts.columns(num_servers), self.comm.group, own_groups=self._own_groups)
         between = None
         if groups is not None and len(hosts.ranks) > 1:
             between = self._open_exchange(groups, torch.device("cpu"))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.transport import Transport, Work
+from ..own_groups import OwnGroups
 from .host_copy import Event, HostCopier
 
 
@@ -114,15 +115,16 @@ class ServerGroups:
     flags: dist.ProcessGroup | None
 
 
-def open_server_groups(sets: Sequence[Sequence[int]], group: dist.ProcessGroup) -> ServerGroups | None:
+def open_server_groups(
+    sets: Sequence[Sequence[int]], group: dist.ProcessGroup, *, own_groups: OwnGroups
+) -> ServerGroups | None:
     """Return the groups of the set that this rank is in, if any. Collective: every rank passes the same sets."""
-    own = None
+    several = [members for members in sets if len(members) > 1]
+    messages, flags = (own_groups.new_of_sets(several, group, backend="gloo") for _ in range(2))
     for members in sets:
-        ranks = [dist.get_global_rank(group, member) for member in members]
-        messages, flags = (dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None for _ in range(2))
         if group.rank() in members:
-            own = ServerGroups(list(members).index(group.rank()), len(ranks), messages, flags)
-    return own
+            return ServerGroups(list(members).index(group.rank()), len(members), messages, flags)
+    return None
 
 
 def ordered_sum(shards: list[Tensor]) -> Tensor:

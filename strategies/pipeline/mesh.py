@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,8 @@ from torch import Tensor
 from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.errors import UserError, add_note
+
+from ..own_groups import OwnGroups
 
 T = TypeVar("T")
 
@@ -34,9 +35,12 @@ class PipelineMesh:
         self.stages, self.replicas = stages, replicas
         self.stage = self.replica = 0
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-        self._created: list[dist.ProcessGroup] = []  # with this rank
-        self.timeout = timedelta()
+        self._own_groups = OwnGroups(timedelta())
+
+    @property
+    def timeout(self) -> timedelta:
         """Longest wait of a collective for another rank."""
+        return self._own_groups.timeout
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
@@ -58,30 +62,22 @@ class PipelineMesh:
                 f"strategy.stages={stages} x strategy.replicas={replicas} need {stages * replicas} processes, "
                 f"but there are {dist.get_world_size()}."
             )
-        self.timeout = timeout
+        self._own_groups = OwnGroups(timeout)
         self.replica, self.stage = divmod(dist.get_rank(), stages)
         # Every rank creates every group, in the same order.
         stage_groups = [
-            self._new_group([number * stages + other for other in range(stages)], backend="gloo")
+            self._own_groups.new([number * stages + other for other in range(stages)], backend="gloo")
             for number in range(replicas)
         ]
         replica_groups = [
-            self._new_group([number * stages + other for number in range(replicas)]) for other in range(stages)
+            self._own_groups.new([number * stages + other for number in range(replicas)]) for other in range(stages)
         ]
         self._groups = stage_groups[self.replica], replica_groups[self.stage]
 
     def leave(self, *, destroy: bool = True) -> None:
         """Leave the process groups, and end their threads; without `destroy` other ranks may still wait in them."""
-        created, self._created, self._groups = self._created, [], None
-        while created and destroy:
-            dist.destroy_process_group(created.pop())
-        gc.collect()  # threads end with the last reference
-
-    def _new_group(self, ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self.timeout)
-        if dist.get_rank() in ranks:
-            self._created.append(group)
-        return group
+        self._groups = None
+        self._own_groups.leave(destroy=destroy)
 
     def holder_groups(self, holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Return the group of each set of stages in this rank's replica. Collective over all ranks."""
@@ -89,7 +85,7 @@ class PipelineMesh:
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
-                group = self._new_group([replica * self.stages + stage for stage in stages])
+                group = self._own_groups.new([replica * self.stages + stage for stage in stages])
                 if replica == self.replica:
                     groups[stages] = group
         return groups

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 import torch.distributed as dist
+from trainkit.strategies.ddp import DDPStrategy, reductions
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -155,3 +157,41 @@ def test_a_failure_on_one_host_ends_the_ranks_of_all(thread, tmp_path):
     assert "ZeroDivisionError: rank 3 cannot go on" in outcomes[3].failure
     for outcome in outcomes[:3]:
         assert "rank 3" in outcome.failure and "cannot go on" in outcome.failure
+
+
+class GroupRecorder(Recorder):
+    """Records the time-outs of all process groups in seconds."""
+
+    def on_step_end(self, run):
+        self.limits = limits_of_groups()
+
+
+def limits_of_groups():
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def groups_of_strategies(run_dir):
+    """Return by strategy the time-outs of the groups that it makes, and those of what it leaves behind."""
+    reductions.host_name = lambda: f"host {dist.get_rank() // 2}"
+    found = {}
+    for name, kind, settings in (
+        ("ddp", DDPStrategy, {}),
+        ("fusion", TwoRanksPerHost, {}),
+        ("fusion, exchange", FusionStrategy, {"transport": "exchange"}),
+    ):
+        recorder = GroupRecorder()
+        strategy = kind(device="cpu", timeout_seconds=77, **settings)
+        train(strategy, Wide(), Data(train=numbers(12), batch_size=4), recorder, run_dir=run_dir / name, steps=2)
+        found[name] = recorder.limits, limits_of_groups()
+    return found
+
+
+def test_groups_of_a_strategy_have_its_time_out_and_end_with_it(tmp_path):
+    for rank in run_ranks(groups_of_strategies, 4, tmp_path):
+        assert {name: limits for name, (limits, _) in rank.items()} == {
+            "ddp": [77, 77],  # inside the host, and between hosts
+            "fusion": [77] * 3,  # and for flags
+            "fusion, exchange": [77, 77],
+        }
+        assert not any(left for _, left in rank.values())

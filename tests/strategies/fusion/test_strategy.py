@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
 from trainkit.strategies.fusion.point_to_point import _of_others
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups, ordered_sum
+from trainkit.strategies.own_groups import OwnGroups
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
@@ -308,7 +310,9 @@ def chunks_in_flight():
 
 def open_exchange(settings):
     """Return an exchange between all ranks for buffers of 1000 gradients, without failures."""
-    groups = open_server_groups([range(dist.get_world_size())], dist.group.WORLD)
+    groups = open_server_groups(
+        [range(dist.get_world_size())], dist.group.WORLD, own_groups=OwnGroups(timedelta(seconds=60))
+    )
     return GlooExchange(
         groups,
         failure_store=EmptyStore(),
