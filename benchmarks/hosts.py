@@ -121,6 +121,11 @@ class Hosts:
         """Cut the link of a host (`down`) or mend it (`up`)."""
         _call(f"ip link set {self.name}h{host} {state}")
 
+    def vanish(self, host: int) -> None:
+        """Cut the link of a host and end all of its processes, as if it had lost its power."""
+        self.link(host, "down")
+        self.processes[host].kill()
+
     def read_line(self, host: int) -> str:
         """Return the next line that a host prints; "" at its end."""
         output = self.processes[host].stdout

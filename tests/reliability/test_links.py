@@ -1,4 +1,4 @@
-"""Links between hosts are cut: for seconds, which delays a step, and for good, which ends the run and names the host.
+"""Links between hosts are cut, for seconds and for good, and hosts vanish: the run goes on, or names the host.
 
 Hosts are network namespaces; `make torture` runs this.
 """
@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import TCPStore
+from torch.distributed import run as torchrun
 from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.single import SingleStrategy
 
 from benchmarks.hosts import Hosts, become_bridge, why_no_hosts
@@ -22,7 +25,8 @@ from trainkit import Callback, Data, TaskModule, Trainer, registry
 from trainkit.errors import RemoteRankError
 
 TIMEOUT, CUT_SECONDS, CUT_AT, STEPS = 12, 5, 3, 6
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 400
+PORT, RENDEZVOUS, NOBODY = 29401, "torch.rendezvous.links", b"Y2FuaW1hZGFt"  # torch's key of the hosts that are there
 STRATEGIES = ["ddp", "fusion", "fsdp", "torch_ddp", "pipeline"]
 
 
@@ -39,11 +43,25 @@ class Regression(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class NoteStart(Callback):
+    """Tells at which step training starts on how many ranks, and waits alone until the signal of another host."""
+
+    def on_fit_start(self, run: Any) -> None:
+        if run.is_main:
+            print(f"step {run.state.step} on {run.strategy.comm.world_size}", flush=True)
+
+    def on_step_end(self, run: Any) -> None:
+        if run.is_main and run.state.step == CUT_AT + 1 and run.strategy.comm.world_size == 1:
+            print("alone", flush=True)
+            while run.signals.received is None:
+                time.sleep(0.05)
+
+
 class WaitForCut(Callback):
     """Tells that a step has ended, and waits in one of them until the link is cut."""
 
     def on_step_end(self, run: Any) -> None:
-        if run.is_main and run.state.step == CUT_AT:
+        if run.is_main and run.state.step == CUT_AT and run.strategy.comm.world_size > 1:
             print("cut", flush=True)
             time.sleep(1.0)
 
@@ -54,7 +72,7 @@ def fit(strategy: Any, run_dir: Path, *callbacks: Callback) -> list[list[float]]
     samples = torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
     settings: dict[str, Any] = {"callbacks": [*callbacks], "loggers": [], "report": False, "num_sanity_batches": 0}
     trainer = Trainer(strategy, max_duration=f"{STEPS}step", precision="fp64", run_dir=run_dir, **settings)
-    trainer.fit(task, Data(train=TensorDataset(samples), batch_size=8))
+    trainer.fit(task, Data(train=TensorDataset(samples), batch_size=8), resume="auto")
     weights: list[list[float]] = task.net[-1].weight.tolist()
     return weights
 
@@ -66,6 +84,44 @@ def run_rank(name: str, run_dir: str) -> None:
         print(json.dumps(fit(strategy, Path(run_dir), WaitForCut())), flush=True)
     except RemoteRankError as error:
         print(json.dumps(str(error)), flush=True)
+
+
+def run_agent(run_dir: str) -> None:
+    """Run torchrun on this host: the first one has the rendezvous, and the last one joins when it is told to."""
+    host = int(os.environ["RANK"])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/several_machines.md
+    if host == 0:
+        store = TCPStore("10.77.0.1", PORT, is_master=True, wait_for_workers=False)
+        while not store.check([RENDEZVOUS]) or store.get(RENDEZVOUS) == NOBODY:
+            time.sleep(0.05)
+    while host == 2 and not Path(run_dir, "join").exists():
+        time.sleep(0.05)
+    # The host that comes first decides how long the second is waited for: at the start, but not when it has vanished.
+    rendezvous = f"last_call_timeout={1 if host == 0 else 300},keep_alive_interval=1,keep_alive_max_attempt=5,is_host=0"
+    torchrun.main(
+        [
+            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=links"),
+            *(f"--rdzv-endpoint=10.77.0.1:{PORT}", f"--rdzv-conf={rendezvous}"),
+            *("-m", __spec__.name, "elastic", run_dir),
+        ]
+    )
+
+
+def let_a_host_vanish(run_dir: str) -> None:
+    """Run two hosts under torchrun, lose the second, let a third one join, and print what rank 0 has printed."""
+    Path(run_dir).mkdir()
+    command = [sys.executable, "-m", __spec__.name, "agent", run_dir]
+    with Hosts(command, count=3, ranks=1, megabits=1000) as hosts:
+        printed = []
+        while line := hosts.read_line(0).strip():
+            printed.append(line)
+            if line == "cut":
+                hosts.vanish(1)
+            if line == "alone":
+                Path(run_dir, "join").touch()
+        print(json.dumps(printed))
 
 
 def cut_the_link(name: str, mended: bool, run_dir: str) -> None:
@@ -83,10 +139,15 @@ def cut_the_link(name: str, mended: bool, run_dir: str) -> None:
 
 def outcomes(name: str, *, mended: bool, folder: Path) -> list[Any]:
     """Return for each of two ranks its weights, or the reason for which it has ended."""
+    return printed_by("cut", name, "mended" if mended else "", str(folder))
+
+
+def printed_by(*arguments: str) -> list[Any]:
+    """Return what is printed as JSON in namespaces that have hosts."""
     reason = why_no_hosts()
     if reason is not None:
         pytest.skip(reason)
-    command = [sys.executable, "-m", __name__, "caller", name, "mended" if mended else "", str(folder)]
+    command = [sys.executable, "-m", __name__, "caller", *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
     assert ended.returncode == 0, ended.stderr
     found: list[Any] = json.loads(ended.stdout.splitlines()[-1])
@@ -114,11 +175,27 @@ def test_a_link_that_is_cut_for_good_ends_both_ranks_and_names_the_other_host(na
     assert "its machine or the link to it is down" in without
 
 
+def test_under_torchrun_a_run_goes_on_without_a_host_that_vanishes_and_with_one_that_joins(tmp_path):
+    expected = torch.tensor(fit(SingleStrategy(device="cpu"), tmp_path / "one"))
+    *lines, weights = printed_by("vanish", str(tmp_path / "hosts"))
+    assert lines == ["step 0 on 2", "cut", "step 2 on 1", "alone", "step 4 on 2"]
+    torch.testing.assert_close(torch.tensor(json.loads(weights)), expected)
+
+
 if __name__ == "__main__":
     role, *arguments = sys.argv[1:]
     if role == "caller":
-        become_bridge(sys.executable, "-m", __spec__.name, "bridge", *arguments)
-    elif role == "bridge":
+        become_bridge(sys.executable, "-m", __spec__.name, *arguments)
+    elif role == "cut":
         cut_the_link(arguments[0], bool(arguments[1]), arguments[2])
+    elif role == "vanish":
+        let_a_host_vanish(*arguments)
+    elif role == "agent":
+        run_agent(*arguments)
+    elif role == "elastic":
+        strategy = registry.make("strategy", "ddp", {"timeout_seconds": TIMEOUT, "device": "cpu"})
+        weights = fit(strategy, Path(arguments[0], "run"), NoteStart(), WaitForCut(), Checkpoint(every="2step"))
+        if os.environ["RANK"] == "0":
+            print(json.dumps(weights), flush=True)
     else:
         run_rank(*arguments)
