@@ -25,14 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined] # torch exports them at run time
-from torch.distributed.rendezvous import rendezvous
 
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast, check_same_model, gather, tensors_of
 from trainkit.distributed.failure_store import RankWatchdog
 from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
 from trainkit.distributed.rank_log import log_copied
-from trainkit.distributed.rendezvous import fresh_store, variables_of_task
+from trainkit.distributed.rendezvous import fresh_store, store_of_environment, variables_of_task
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.precision import Precision
@@ -224,7 +223,7 @@ class MultiProcessStrategy(Strategy):
         environment = self._environment
         store: Store
         if environment is None:
-            store, rank, world_size = next(rendezvous("env://", timeout=limit))
+            store, rank, world_size = store_of_environment(limit)
             store = fresh_store(store, rank=rank, world_size=world_size, limit=limit)
         else:
             host, port, token = environment.store_host, environment.store_port, environment.store_token

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined] # torch exports it at run time
 
 from trainkit.distributed.fork_server import start_fork_server
-from trainkit.distributed.launcher import Outcome, join_store, run_processes, store_of_this_machine
+from trainkit.distributed.launcher import Outcome, join_store, run_processes
+from trainkit.distributed.rendezvous import store_at
 from trainkit.parity.compare import assert_resume_exact, assert_strategies_equal
 
 __all__ = ["Outcome", "RankFailure", "assert_resume_exact", "assert_strategies_equal", "rank_outcomes", "run_ranks"]
@@ -62,7 +63,7 @@ def rank_outcomes(
     if "<" in fn.__qualname__:
         raise ValueError(f"{fn.__qualname__} must be at the top level of its file to run on other ranks")
     start_fork_server(preload=["pytest", "trainkit.testing"])  # ranks import the main module, which is pytest's
-    store = store_of_this_machine()
+    store = store_at("127.0.0.1")
     call = _Call(fn.__module__, inspect.getfile(fn), fn.__qualname__, pickle.dumps(args))
     limit = timedelta(seconds=timeout)
     join = partial(join_store, "127.0.0.1", store.port, secrets.token_hex(16), limit=limit)

@@ -20,6 +20,8 @@ from trainkit.strategies.single import SingleStrategy
 from tests.program import wait_until
 from trainkit import Callback, Data, Stopped, TaskModule, Trainer, UserError
 from trainkit.checkpoint.store import load_from
+from trainkit.distributed import ray_launcher
+from trainkit.distributed.failure_store import RankError
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 LOST_AT = 7
+ROOM = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
 class Regression(TaskModule):
@@ -71,22 +74,40 @@ class LoseNode(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class LoseRank(Callback):
+    """Raises on rank 0 what a rank raises that waits in vain for one on a node that is gone."""
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == LOST_AT and run.is_main and run.strategy.comm.world_size == 2:
+            raise RankError("rank 1 does not answer")
+
+
 @pytest.fixture(scope="module")
-def head() -> Iterator[str]:
-    """Two nodes with room for one rank each; the name of the one that this process is connected to."""
+def cluster() -> Iterator[Any]:
+    """Two nodes with room for one rank each."""
     ray = pytest.importorskip("ray")
     cluster_utils = pytest.importorskip("ray.cluster_utils")
-    room = {"num_cpus": 1, "object_store_memory": 80 << 20}
     soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
-    of_head = {**room, "include_dashboard": False, "_system_config": soon}
+    of_head = {**ROOM, "include_dashboard": False, "_system_config": soon}
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=of_head)
     try:
-        cluster.add_node(**room)
+        cluster.add_node(**ROOM)
         ray.init(address=cluster.address, log_to_driver=False)
-        yield ray.get_runtime_context().get_node_id()
+        yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture
+def head(cluster: Any) -> str:
+    """The name of the node that this process is connected to; there is another one."""
+    import ray
+
+    if sum(node["Alive"] for node in ray.nodes()) == 1:  # a test has lost the other
+        cluster.add_node(**ROOM)
+    name: str = ray.get_runtime_context().get_node_id()
+    return name
 
 
 def trainer(run_dir: Path, strategy: Any, steps: int, *callbacks: Callback) -> Trainer:
@@ -152,8 +173,13 @@ def test_ranks_that_hold_shards_have_the_weights_of_one_process(head, tmp_path):
     torch.testing.assert_close(dict(task.state_dict()), dict(whole.state_dict()))
 
 
-def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_run(head, tmp_path):
-    run = trainer(tmp_path / "run", on_ray(), 12, NoteStart(), LoseNode(kept=head))
+@pytest.mark.parametrize("noticed_first_by", ["Ray", "a rank"])
+def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_run(
+    noticed_first_by, head, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ray_launcher, "GRACE_SECONDS", 5.0 if noticed_first_by == "Ray" else 0.0)
+    losses = [LoseNode(kept=head), *([] if noticed_first_by == "Ray" else [LoseRank()])]
+    run = trainer(tmp_path / "run", on_ray(), 12, NoteStart(), *losses)
     task, whole = Regression(), Regression()
     result = run.fit(task, data())
     first, second = (

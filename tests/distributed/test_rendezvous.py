@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from tests.program import Program
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
-from trainkit.distributed.rendezvous import first_host, port_of, variables_of_task
+from trainkit.distributed.rendezvous import first_host, port_of, store_of_environment, variables_of_task
 
 STEP = {
     "SLURM_STEP_NUM_TASKS": "4",
@@ -139,3 +141,24 @@ def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp
     payload = load_from(tmp_path / "sweep" / "0").payload
     assert payload["state"]["step"] == 2
     assert "world_size=2" in payload["layout"]
+
+
+def listens_at(port: int) -> list[str]:
+    """Return the addresses at which something listens on a port, as the kernel writes them."""
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
+    return [address.split(":")[0] for address in listening if int(address.split(":")[1], 16) == port]
+
+
+def test_rank_0_listens_at_its_address_alone_and_may_come_twice(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    first, rank, world_size = store_of_environment(timedelta(seconds=30))
+    assert listens_at(port) == ["0100007F"] and (rank, world_size) == (0, 1)
+    first.set("key", "value")
+    second, _, _ = store_of_environment(timedelta(seconds=30))
+    assert second.get("key") == b"value"

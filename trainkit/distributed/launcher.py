@@ -20,7 +20,6 @@ import os
 import pickle
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from trainkit.distributed.failure_store import GONE, RankError
 from trainkit.distributed.fork_server import FORK_SERVER_BLOCKS, start_fork_server
 from trainkit.distributed.rank_log import final_message, keep_log
+from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
 from trainkit.run_dir.console import log_to_stderr
 from trainkit.signals import ALWAYS
@@ -108,7 +108,7 @@ def launch_ranks(
     `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
     payload = _pickle((enter, run))
-    store = store_of_this_machine()
+    store = store_at("127.0.0.1")
     common = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
     calls = [partial(_run_rank, payload, replace(common, rank=rank)) for rank in range(num_ranks)]
     with _record(signals) as received:
@@ -127,15 +127,6 @@ def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
         log_level=logging.getLogger("trainkit").getEffectiveLevel() if logging.getLogger().handlers else None,
         store_token=secrets.token_hex(16),
     )
-
-
-def store_of_this_machine() -> TCPStore:
-    """Return a store that listens on 127.0.0.1 only; TCPStore's own socket would listen on every network."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(socket.SOMAXCONN)
-        port = listening.getsockname()[1]
-        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def join_store(host: str, port: int, token: str, *, limit: timedelta) -> Store:

@@ -34,12 +34,14 @@ from trainkit.distributed.launcher import (
     unpicklable,
 )
 from trainkit.distributed.rank_log import log_copied
+from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
 from trainkit.run_dir.resume_auto import latest_complete
 
 T = TypeVar("T")
 
 PLACING_SECONDS = 60.0  # for a cluster that may be growing, or detecting a lost node
+LOST_SECONDS = 60.0  # for Ray to detect a node that does not answer
 _POLL_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
@@ -65,8 +67,8 @@ class RayWorker:
         """Open a store that the ranks of all nodes can reach, and return its address."""
         import ray
 
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
         host: str = ray.util.get_node_ip_address()
+        self._store = store_at(host)
         return host, self._store.port
 
     def run(self, payload: bytes, environment: RankEnvironment, variables: dict[str, str]) -> Any:
@@ -127,6 +129,7 @@ class _Ranks(NamedTuple):
     def run(self, payload: bytes, environment: RankEnvironment, received: list[int]) -> Any:
         """Return rank 0's value; raise the exception of the first rank that fails."""
         import ray
+        from ray.exceptions import RayTaskError
 
         host, port = _get(self.actors[0].open_store.remote())
         environment = replace(environment, store_host=host, store_port=port)
@@ -144,7 +147,9 @@ class _Ranks(NamedTuple):
                     ray.get(future)
                 except Exception as error:
                     failures[futures.index(future)] = error
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    # A rank that lost another one is earlier than Ray, which has to miss some answers of its node.
+                    is_first = isinstance(error, RayTaskError) and is_consequence(error.cause)
+                    deadline = min(deadline, time.monotonic() + (LOST_SECONDS if is_first else GRACE_SECONDS))
             for number in received[forwarded:]:
                 self._send(number)
             forwarded = len(received)

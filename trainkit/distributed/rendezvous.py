@@ -13,11 +13,15 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined] # torch exports them at run time
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported at run time
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from trainkit.distributed.failure_store import RankError
 
@@ -81,6 +85,48 @@ def variables_of_task(environment: Mapping[str, str]) -> dict[str, str]:
                 "MASTER_PORT": environment.get("MASTER_PORT", str(port_of(environment.get(job, "0")))),
             }
     return {}
+
+
+def store_of_environment(limit: timedelta) -> tuple[Store, int, int]:
+    """Return the store that the environment names, this rank and the number of ranks.
+
+    A store that rank 0 opens listens at MASTER_ADDR only. If that is an address of another machine, such as a gateway,
+    or a name that this machine alone takes for itself (127.0.1.1), it listens on every network.
+    """
+    host, rank = os.environ.get("MASTER_ADDR", ""), os.environ.get("RANK")
+    is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own store
+    if rank == "0" and not is_agent and {"WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():
+        with suppress(OSError):
+            is_elsewhere = not host.startswith(("127.", "localhost")) and socket.gethostbyname(host).startswith("127.")
+            if not is_elsewhere:
+                store = store_at(host, int(os.environ["MASTER_PORT"]), limit=limit, is_shared=True)
+                return store, 0, int(os.environ["WORLD_SIZE"])
+    store, number, world_size = next(rendezvous("env://", timeout=limit))
+    return store, number, world_size
+
+
+def store_at(host: str, port: int = 0, *, limit: timedelta = default_pg_timeout, is_shared: bool = False) -> TCPStore:
+    """Return a store that listens only at an address of this machine; TCPStore's own socket listens on every network.
+
+    `is_shared` lets this process open the port again. Raises OSError if the address is not one of this machine, or the
+    port is in use.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(socket.SOMAXCONN)
+        port = listening.getsockname()[1]
+        fd = listening.detach()
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        multi_tenant=is_shared,
+        master_listen_fd=fd,
+    )
 
 
 def is_main_process() -> bool:
