@@ -121,6 +121,10 @@ class Hosts:
         """Cut the link of a host (`down`) or mend it (`up`)."""
         _call(f"ip link set {self.name}h{host} {state}")
 
+    def limit(self, host: int, megabits: float) -> None:
+        """Change the rate of what a host receives, in Mbit/s."""
+        _call(f"tc qdisc change dev {self.name}h{host} root tbf {_limit(megabits)}")
+
     def vanish(self, host: int) -> None:
         """Cut the link of a host and end all of its processes, as if it had lost its power."""
         self.link(host, "down")

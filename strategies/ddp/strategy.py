@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import PhaseOptimizer
@@ -23,6 +24,7 @@ from trainkit.strategy import PhaseTraining, Strategy
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
+from ..links import links_of_this_process
 from ..multiprocess import MultiProcessStrategy, RankSettings
 from .bucket import Bucket
 from .bucket_plan import ring_bytes
@@ -306,10 +308,12 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective.
 
-        Under local SGD every rank has the mean of weights afterwards.
+        Under local SGD every rank has the mean of weights afterwards, and a timeline has the links of all ranks.
         """
         if self._averaging is not None:
             self._averaging.average(list(self._averaged.values()))
+        if self.timeline is not None:
+            self.timeline.links = [link for links in gather(links_of_this_process(), self.comm.group) for link in links]
         return super().final_state_dict(task)
 
     def strategy_state(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.profiling import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
 from trainkit.profiling import Timeline as DrawnTimeline
 
+from ..links import Link, slow_host
 from .unused_parameters import make_plan
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Timeline:
         self.rank, self.word, self.size_key, self.compressed = rank, word, size_key, compressed
         self.steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)
         self.forward_began = 0.0  # set where a forward comes before the Reducer's step
+        self.links: list[Link] = []  # between hosts, of all ranks; known at the end of training
         self._backward_began = 0.0
         self._reducer: Reducer | None = None  # recorded last
 
@@ -143,7 +145,8 @@ class Timeline:
         steps = self.steady_steps()
         if not steps:
             return []
-        last, advice = steps[-1], []
+        last, slow = steps[-1], slow_host(self.links)
+        advice = [] if slow is None else [slow]
         sizes = [bucket.num_bytes for bucket in last.buckets]
         exposed = 1.0 - self.hidden_share
         waited = sum(step.communication - step.hidden for step in steps)
@@ -224,6 +227,7 @@ class Timeline:
             for name, at in step.arrivals.items()
         ]
         other = {"hidden_share": self.hidden_share, "advice": self.advice(), "ideal_buckets": self.ideal_buckets()}
+        other["links"] = [f"{link.host} to {link.peer}: {link.megabits:.0f} Mbit/s" for link in self.links]
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def write(self, path: Path) -> None:

@@ -109,6 +109,16 @@ def run_agent(run_dir: str) -> None:
     )
 
 
+def train_over_a_slow_link(name: str, run_dir: str) -> None:
+    """Train on three hosts, of which the second receives slowly, and print the advice of the timeline, as JSON."""
+    command = [sys.executable, "-m", __spec__.name, "timed", name, run_dir]
+    with Hosts(command, count=3, ranks=1, megabits=1000) as hosts:
+        hosts.limit(1, 20)
+        hosts.read_lines(0)
+    timeline = json.loads(Path(run_dir, "timeline_rank_0.json").read_text())
+    print(json.dumps(timeline["otherData"]["advice"]))
+
+
 def let_a_host_vanish(run_dir: str) -> None:
     """Run two hosts under torchrun, lose the second, let a third one join, and print what rank 0 has printed."""
     Path(run_dir).mkdir()
@@ -182,6 +192,12 @@ def test_under_torchrun_a_run_goes_on_without_a_host_that_vanishes_and_with_one_
     torch.testing.assert_close(torch.tensor(json.loads(weights)), expected)
 
 
+@pytest.mark.parametrize("name", ["ddp", "fusion"])
+def test_the_timeline_names_the_host_with_a_slow_link(name, tmp_path):
+    advice = printed_by("slow", name, str(tmp_path / "hosts"))
+    assert any("steps wait for host1" in sentence for sentence in advice), advice
+
+
 if __name__ == "__main__":
     role, *arguments = sys.argv[1:]
     if role == "caller":
@@ -190,6 +206,10 @@ if __name__ == "__main__":
         cut_the_link(arguments[0], bool(arguments[1]), arguments[2])
     elif role == "vanish":
         let_a_host_vanish(*arguments)
+    elif role == "slow":
+        train_over_a_slow_link(*arguments)
+    elif role == "timed":
+        fit(registry.make("strategy", arguments[0], {"device": "cpu", "record_timeline": True}), Path(arguments[1]))
     elif role == "agent":
         run_agent(*arguments)
     elif role == "elastic":

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trainkit.strategies.host_layout import HostLayout
+from trainkit.strategies.links import Link, slow_host
 
 NETWORK = Path(__file__).parents[2] / "benchmarks/network.py"
 
@@ -55,3 +56,18 @@ def test_two_hosts_of_two_ranks_send_only_what_they_must_and_train_as_one_device
         assert max(row["bytes"]) <= 1.02 * least, name
         assert min(row["bytes"]) >= 0.98 * least, name  # even over the hosts, and nothing through shared memory
         assert row["difference"] < 1e-3, name
+
+
+def links(*megabits: tuple[int, int, float]) -> list[Link]:
+    return [Link(f"host{a}", f"10.0.0.{a}", f"10.0.0.{b}", int(rate * 125_000), 1.0) for a, b, rate in megabits]
+
+
+def test_the_slow_host_is_the_one_without_a_fast_link():
+    ring = links((0, 1, 20.0), (1, 2, 25.0), (2, 0, 900.0))
+    assert slow_host(ring) == (
+        "The link of host1 has carried 25 Mbit/s while it was busy, those of other hosts at least 900 Mbit/s: steps "
+        "wait for host1."
+    )
+    assert slow_host(links((0, 1, 800.0), (1, 2, 700.0), (2, 0, 900.0))) is None
+    assert slow_host(links((0, 1, 20.0), (1, 0, 25.0))) is None, "of two hosts the link is slow for both"
+    assert slow_host([]) is None
