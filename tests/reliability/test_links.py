@@ -66,13 +66,13 @@ class WaitForCut(Callback):
             time.sleep(1.0)
 
 
-def fit(strategy: Any, run_dir: Path, *callbacks: Callback) -> list[list[float]]:
+def fit(strategy: Any, run_dir: Path, *callbacks: Callback, resume: str | None = None) -> list[list[float]]:
     """Train, and return the weights of the last layer."""
     task = Regression()
     samples = torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
     settings: dict[str, Any] = {"callbacks": [*callbacks], "loggers": [], "report": False, "num_sanity_batches": 0}
     trainer = Trainer(strategy, max_duration=f"{STEPS}step", precision="fp64", run_dir=run_dir, **settings)
-    trainer.fit(task, Data(train=TensorDataset(samples), batch_size=8), resume="auto")
+    trainer.fit(task, Data(train=TensorDataset(samples), batch_size=8), resume=resume)
     weights: list[list[float]] = task.net[-1].weight.tolist()
     return weights
 
@@ -214,7 +214,8 @@ if __name__ == "__main__":
         run_agent(*arguments)
     elif role == "elastic":
         strategy = registry.make("strategy", "ddp", {"timeout_seconds": TIMEOUT, "device": "cpu"})
-        weights = fit(strategy, Path(arguments[0], "run"), NoteStart(), WaitForCut(), Checkpoint(every="2step"))
+        callbacks = NoteStart(), WaitForCut(), Checkpoint(every="2step")
+        weights = fit(strategy, Path(arguments[0], "run"), *callbacks, resume="auto")
         if os.environ["RANK"] == "0":
             print(json.dumps(weights), flush=True)
     else:
