@@ -264,12 +264,12 @@ def test_the_worker_of_an_iterator_that_is_dropped_in_a_cycle_ends_at_once(opene
 
 
 def test_workers_for_whose_pipes_there_are_no_open_files_are_refused_before_one_starts():
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pool = WorkerPool(lambda indices, epoch: indices, num_workers=2, pin_memory=False, persistent=False)
     with open(os.devnull) as file:
         few = file.fileno() + 8  # enough for one worker
-        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
-    pool = WorkerPool(lambda indices, epoch: indices, num_workers=2, pin_memory=False, persistent=False)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
         with pytest.raises(UserError, match=r"2 data workers cannot be started: Too many open files .*ulimit -n"):
             pool.read([Request(torch.arange(2), 0)])
     finally:
