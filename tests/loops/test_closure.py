@@ -203,7 +203,7 @@ def test_the_learning_rate_finder_varies_the_rate_of_lbfgs(tmp_path):
     finder = LearningRateFinder(num_steps=10, on_finish="continue")
     fit(task, tmp_path / "found", callbacks=[finder], max_duration="1step")
     fit(alone, tmp_path / "alone", max_duration="1step")
-    assert len(finder.losses) > 3
+    assert finder.suggestion is not None
     assert_same_bits(task, alone)
 
 
