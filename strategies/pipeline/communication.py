@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.metrics.step_output import StepOutput
+
+from .schedules import Action
 
 HEADER_TAG = 1 << 28
 
@@ -52,11 +54,14 @@ class StageChannel:
 
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, device: torch.device):
         self._group, self._rank, self._device = group, rank, device
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: list[_Sending] = []
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
 
-    def send(self, tensor: Tensor, *, to: int, tag: int) -> None:
-        """Start sending; the tensor stays in memory until it is sent."""
+    def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None) -> None:
+        """Start sending; the tensor stays in memory until `user`, the action that needs it, is known to have it.
+
+        Without a user it stays until `finish`: gloo does not tell when a tensor is sent unless one waits for it.
+        """
         if to == self._rank:
             self._local[tag].append(tensor)
             return
@@ -65,16 +70,24 @@ class StageChannel:
         tensor = tensor.cpu().contiguous()
         work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
         if work is not None:
-            self._sending.append((work, tensor))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+            self._sending.append(_Sending(work, tensor, to, user))
 
-    def send_gradient(self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int) -> None:
+    def release(self, *, to: int, begun: Collection[Action]) -> None:
+        """Drop the tensors for actions of rank `to` that have begun: it has received them."""
+        kept = []
+        for sending in self._sending:
+            if sending.to == to and sending.user in begun:
+                sending.wait()
+            else:
+                kept.append(sending)
+        self._sending = kept
+
+    def send_gradient(self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int, user: Action) -> None:
         """Start sending the gradient of a tensor, or the sign of a missing one."""
         if gradient is None and to == self._rank:
             self._local[tag].append(None)
             return
-        self.send(missing_gradient(of) if gradient is None else gradient, to=to, tag=tag)
+        self.send(missing_gradient(of) if gradient is None else gradient, to=to, tag=tag, user=user)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int) -> PendingReceive:
         """Start receiving in the background what rank `source` sends with `tag`, and return the pending receive."""
@@ -101,8 +114,20 @@ class StageChannel:
     def finish(self) -> None:
         """Wait until everything is sent."""
         while self._sending:
-            work, tensor = self._sending.popleft()
-            _wait(work, f"sending a tensor of shape {tuple(tensor.shape)}")
+            self._sending.pop(0).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """A tensor that is being sent to rank `to` for an action of it."""
+
+    work: dist.Work
+    tensor: Tensor
+    to: int
+    user: Action | None
+
+    def wait(self) -> None:
+        _wait(self.work, f"sending a tensor of shape {tuple(self.tensor.shape)}")
 
 
 def _wait(work: dist.Work, what: str) -> None:

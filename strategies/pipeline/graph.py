@@ -62,6 +62,8 @@ class Value:
     dtype: torch.dtype
     local: bool
     """True if it depends on the batch and constants alone, so that every stage computes it."""
+    memory: int = -1
+    """Index of its memory, which views of it share, in `TracedGraph.memory_bytes`."""
 
     @property
     def num_bytes(self) -> int:
@@ -123,6 +125,8 @@ class Node:
     """The buffers, parameters and attributes that it writes, or that are assigned before it."""
     saved: tuple[str, ...] = ()
     """The parameters, buffers and attributes that autograd saves for its backward."""
+    saved_memories: tuple[int, ...] = ()
+    """Indices of the other memories that autograd saves for its backward, in `TracedGraph.memory_bytes`."""
     is_batch_only: bool = False
     reads: bool = False
     """True if the call returns a number or a truth value from its inputs' elements."""
@@ -192,6 +196,8 @@ class TracedGraph:
     """Attributes that the step writes and leaves as they were."""
     left_in: Mapping[str, tuple[int, torch.Size, torch.dtype]] = field(default_factory=dict)
     """Attributes in which a leaf module leaves a tensor for later calls: its node, and the tensor's shape and dtype."""
+    memory_bytes: Sequence[int] = ()
+    """Bytes of each memory that has a value or is saved for backward; 0 for that of the batch."""
 
     @property
     def parameter_users(self) -> dict[str, list[int]]:

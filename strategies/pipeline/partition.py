@@ -15,8 +15,6 @@ SLACK = 0.04
 """Fraction by which the slowest stage may exceed the optimum for fewer bytes across cuts."""
 SAME_STAGE_AT_MOST = 1.25
 """Users of a shared parameter stay in one stage unless that makes the slowest stage slower by this factor."""
-STATES_PER_PARAMETER = 4
-"""Parameter, gradient and two moments of the optimizer."""
 MOST_CANDIDATES = 160
 
 SharedParameters = Literal["auto", "same_stage", "replicated"]
@@ -41,41 +39,58 @@ class Partition:
         return list(pairwise([0, *self.cuts, num_nodes]))
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryCosts:
+    """What a stage keeps of a parameter and of a micro-batch."""
+
+    in_flight: Sequence[int]
+    """For each stage, the most micro-batches between forward and backward."""
+    states: Mapping[str, int]
+    """By name: the bytes of a parameter's gradient and optimizer state."""
+
+
 @dataclass(slots=True)
 class StageCosts:
     """Costs of stages as shares of the whole step, each found in constant time from running sums."""
 
     seconds: list[float]
-    parameter_bytes: list[float]
+    state_bytes: list[float]
+    """Of parameters, with gradients and optimizer state."""
     activation_bytes: list[float]
     balance: float
-    num_stages: int
+    in_flight: Sequence[int]
 
     @classmethod
-    def of(cls, graph: TracedGraph, *, num_stages: int, balance: float) -> StageCosts:
-        """Return the costs of a graph's stages; `balance` is 0 for speed and 1 for memory."""
+    def of(
+        cls, graph: TracedGraph, *, num_stages: int, balance: float, memory: MemoryCosts | None = None
+    ) -> StageCosts:
+        """Return the costs of a graph's stages; `balance` is 0 for speed and 1 for memory.
+
+        Without `memory` there is one micro-batch in flight, and parameters are all that a stage keeps.
+        """
+        if memory is None:
+            memory = MemoryCosts([1] * num_stages, {})
         seen: set[str] = set()
-        parameter_bytes = []
+        state_bytes = []
         for node in graph.nodes:
             new = set(node.parameters) - seen
             seen |= new
-            parameter_bytes.append(float(sum(graph.parameter_bytes[name] for name in new)))
+            state_bytes.append(float(sum(graph.parameter_bytes[name] + memory.states.get(name, 0) for name in new)))
         costs = [node.cost for node in graph.nodes]
         return cls(
             list(accumulate((cost.seconds for cost in costs), initial=0.0)),
-            list(accumulate(parameter_bytes, initial=0.0)),
+            list(accumulate(state_bytes, initial=0.0)),
             list(accumulate((cost.activation_bytes for cost in costs), initial=0.0)),
             balance,
-            num_stages,
+            memory.in_flight,
         )
 
     def __call__(self, stage: int, start: int, stop: int) -> float:
         """Return the cost of stage number `stage` with the nodes from `start` to before `stop`."""
         time = (self.seconds[stop] - self.seconds[start]) / (self.seconds[-1] or 1.0)
-        states = STATES_PER_PARAMETER * (self.parameter_bytes[stop] - self.parameter_bytes[start])
-        in_flight = self.num_stages - stage
-        activations = in_flight * (self.activation_bytes[stop] - self.activation_bytes[start])
-        whole = STATES_PER_PARAMETER * self.parameter_bytes[-1] + self.num_stages * self.activation_bytes[-1]
+        states = self.state_bytes[stop] - self.state_bytes[start]
+        activations = self.in_flight[stage] * (self.activation_bytes[stop] - self.activation_bytes[start])
+        whole = self.state_bytes[-1] + max(self.in_flight) * self.activation_bytes[-1]
         return (1.0 - self.balance) * time + self.balance * (states + activations) / (whole or 1.0)
 
     def slowest(self, cuts: Sequence[int]) -> float:
@@ -85,14 +100,19 @@ class StageCosts:
 
 
 def partition(
-    graph: TracedGraph, *, num_stages: int, balance: float = 0.0, shared_parameters: SharedParameters = "auto"
+    graph: TracedGraph,
+    *,
+    num_stages: int,
+    balance: float = 0.0,
+    shared_parameters: SharedParameters = "auto",
+    memory: MemoryCosts | None = None,
 ) -> Partition:
     """Return the partition whose slowest stage is fastest, and among nearly equal ones the fewest bytes across cuts.
 
     All users of a shared parameter are in one stage (`same_stage`), or anywhere (`replicated`: stages have copies,
     whose gradients are summed), or in one stage unless that is much slower (`auto`).
     """
-    costs = StageCosts.of(graph, num_stages=num_stages, balance=balance)
+    costs = StageCosts.of(graph, num_stages=num_stages, balance=balance, memory=memory)
     crossing = crossing_bytes(graph)
     kept = {} if shared_parameters == "replicated" else sharing_constraints(graph)
     while True:

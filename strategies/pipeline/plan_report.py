@@ -10,7 +10,8 @@ from pathlib import Path
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .graph import TracedGraph
-from .partition import STATES_PER_PARAMETER, Partition
+from .memory import RankMemory
+from .partition import Partition
 from .schedules import FORWARD, Span, idle_share
 from .stage import stage_graphs
 
@@ -24,8 +25,6 @@ class StageSummary:
     last: str
     num_modules: int
     parameter_bytes: int
-    memory_bytes: int
-    """Parameters, gradients, two moments of the optimizer, and activations of the micro-batches in flight."""
     share: float
     """Share of the time of one micro-batch, forward and backward."""
     received_bytes: int
@@ -40,9 +39,13 @@ class PlanReport:
     replicated: tuple[str, ...]
     bubble: float
     measured: bool
+    memory: tuple[RankMemory, ...] = ()
+    """Of each rank of a replica."""
 
     @classmethod
-    def of(cls, graph: TracedGraph, partition: Partition, *, bubble: float) -> PlanReport:
+    def of(
+        cls, graph: TracedGraph, partition: Partition, *, bubble: float, memory: Sequence[RankMemory] = ()
+    ) -> PlanReport:
         """Return the summary of a partition; `bubble` is the idle share of the schedule with equal stages."""
         bounds = partition.bounds(len(graph.nodes))
         pieces = stage_graphs(graph, bounds, list(range(len(bounds))))
@@ -54,7 +57,6 @@ class PlanReport:
             names = modules or [f"{node.name} ({node.location})" for node in nodes]
             parameters = {name for node in nodes for name in node.parameters}
             parameter_bytes = sum(graph.parameter_bytes[name] for name in parameters)
-            activations = sum(node.cost.activation_bytes for node in nodes)
             stages.append(
                 StageSummary(
                     index,
@@ -62,12 +64,11 @@ class PlanReport:
                     names[-1],
                     len(set(modules)),
                     parameter_bytes,
-                    int(STATES_PER_PARAMETER * parameter_bytes + (len(bounds) - index) * activations),
                     sum(node.cost.seconds for node in nodes) / whole,
                     sum(graph.values[transfer.value].num_bytes for transfer in pieces[index].receives),
                 )
             )
-        return cls(tuple(stages), partition.replicated, bubble, graph.measured)
+        return cls(tuple(stages), partition.replicated, bubble, graph.measured, tuple(memory))
 
     @property
     def imbalance(self) -> float:
@@ -80,15 +81,12 @@ class PlanReport:
         return 1.0 - (1.0 - self.bubble) / max(self.imbalance, 1.0)
 
     def __str__(self) -> str:
-        rows = [("stage", "from", "to", "modules", "parameters", "memory", "time", "received")]
+        rows = [("stage", "from", "to", "modules", "parameters", "time", "received")]
         for stage in self.stages:
-            parameters, memory = in_units(stage.parameter_bytes), in_units(stage.memory_bytes)
             index, modules, time = str(stage.stage), str(stage.num_modules), f"{stage.share:.1%}"
-            received = in_units(stage.received_bytes)
-            rows.append((index, stage.first, stage.last, modules, parameters, memory, time, received))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cells = "  ".join(f"{{:{side}{width}}}" for side, width in zip("><<>>>>>", widths, strict=True))
-        lines = [cells.format(*row) for row in rows]
+            parameters, received = in_units(stage.parameter_bytes), in_units(stage.received_bytes)
+            rows.append((index, stage.first, stage.last, modules, parameters, time, received))
+        lines = _aligned(rows, "><<>>>>")
         source = "measured" if self.measured else "estimated from operations and bytes"
         lines.append(
             f"times {source}; slowest stage {self.imbalance:.2f} x the mean; predicted idle share "
@@ -96,7 +94,21 @@ class PlanReport:
         )
         if self.replicated:
             lines.append(f"in more than one stage, with gradients summed: {', '.join(self.replicated)}")
+        if self.memory:
+            names = ("rank", "parameters", "gradients", "optimizer", "activations", "micro-batches", "peak memory")
+            lines += ["", *_aligned([names, *map(_memory_row, self.memory)], ">>>>>>>")]
         return "\n".join(lines)
+
+
+def _memory_row(rank: RankMemory) -> tuple[str, ...]:
+    sizes = map(in_units, (rank.parameters, rank.gradients, rank.optimizer, rank.activations))
+    return str(rank.rank), *sizes, str(rank.in_flight), in_units(rank.peak)
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [cells.format(*row) for row in rows]
 
 
 def in_units(num_bytes: float) -> str:

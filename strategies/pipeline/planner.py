@@ -19,7 +19,15 @@ from trainkit.errors import UserError
 
 from .graph import Step, TracedGraph, estimated_seconds
 from .merged_graph import MergedGraph, merge_graphs
-from .partition import Partition, SharedParameters, StageCosts, manual_partition, partition, replicate_shared
+from .partition import (
+    MemoryCosts,
+    Partition,
+    SharedParameters,
+    StageCosts,
+    manual_partition,
+    partition,
+    replicate_shared,
+)
 from .profile import NotRepeatable, estimate, measure
 from .tracer import TraceResult, trace
 
@@ -137,11 +145,12 @@ def plan_steps(
     balance: float = 0.0,
     split_points: Sequence[str] | None = None,
     shared_parameters: SharedParameters = "auto",
+    memory: MemoryCosts | None = None,
 ) -> PartitionPlan:
     """Return graphs of all steps of a task, partitioned so that each parameter is in the same stage in all of them.
 
-    Stages begin at `split_points`, or where it is best for this `balance`. The steps run a few times on copies of
-    their batches; the task is restored.
+    Stages begin at `split_points`, or where it is best for this `balance` of time and `memory`. The steps run a few
+    times on copies of their batches; the task is restored.
     """
     trace_inputs = _in_sequence(trace_inputs)
     surveys: list[TraceResult] = []
@@ -177,11 +186,18 @@ def plan_steps(
         previous = leaf_modules
         merged = _costed(trace_inputs, steps)
         try:
-            found = partition(merged.graph, num_stages=num_stages, balance=balance, shared_parameters=shared_parameters)
+            found = partition(
+                merged.graph,
+                num_stages=num_stages,
+                balance=balance,
+                shared_parameters=shared_parameters,
+                memory=memory,
+            )
         except UserError as error:
             refusal = error
             continue
-        cost = StageCosts.of(merged.graph, num_stages=num_stages, balance=balance).slowest(found.cuts)
+        costs = StageCosts.of(merged.graph, num_stages=num_stages, balance=balance, memory=memory)
+        cost = costs.slowest(found.cuts)
         if cost < best_cost * WORTH_EXPANDING:
             best, best_cost = _plan_of(steps, merged, found), cost
         if best_cost * num_stages <= GOOD_IMBALANCE:

@@ -54,15 +54,15 @@ class PipelineRuntime:
         step: Step,
         batches: Sequence[Any],
         *,
-        actions: Sequence[Action],
+        actions: Sequence[Sequence[Action]],
         read_loss: ReadLoss,
         around: Around | None = None,
     ) -> None:
         """Add the gradients of all micro-batches to those of this rank's parameters. Collective over the stages.
 
-        `around(index)` returns a context for each action, such as a session that reduces gradients.
-        `read_loss(micro_batch, returned)` returns the scalar from which backward starts, in the last stage. Every
-        stage passes the same batches, and its own actions of one schedule.
+        `actions` are those of each rank. `around(index)` returns a context for each own action, such as a session that
+        reduces gradients. `read_loss(micro_batch, returned)` returns the scalar from which backward starts, in the
+        last stage. Every stage passes the same batches and actions.
         """
         self._carry_out(executor, step, batches, actions, read_loss=read_loss, around=around)
         busy = sum(span.end - span.start for span in self.spans)
@@ -71,8 +71,9 @@ class PipelineRuntime:
     @torch.no_grad()
     def forward(self, executor: StageExecutor, step: Step, batch: Any) -> list[Any]:
         """Return the step's result in a list on the last stage, `[]` on the others. Collective over the stages."""
-        own = [stage_graph.index for stage_graph in executor.stage_graphs if stage_graph.rank == self._stage]
-        actions = [Action(FORWARD, stage, 0) for stage in own]
+        actions: list[list[Action]] = [[] for _ in range(self._group.size())]
+        for stage_graph in executor.stage_graphs:
+            actions[stage_graph.rank].append(Action(FORWARD, stage_graph.index, 0))
         return list(self._carry_out(executor, step, [batch], actions).values())
 
     def broadcast_outputs(self, outputs: list[StepOutput], executor: StageExecutor, key: str) -> list[StepOutput]:
@@ -97,19 +98,20 @@ class PipelineRuntime:
         executor: StageExecutor,
         step: Step,
         batches: Sequence[Any],
-        actions: Sequence[Action],
+        actions: Sequence[Sequence[Action]],
         *,
         read_loss: ReadLoss | None = None,
         around: Around | None = None,
     ) -> dict[int, Any]:
         # Torch's generator advances equally on all stages here; inside of the block each stage draws other numbers.
         seed = int(torch.randint(2**62, ()).item())
-        run = StepRun(self._channel, executor, step, batches, seed, read_loss)
+        run = StepRun(self._channel, executor, step, batches, seed, read_loss, actions)
         self.spans = []
         self._began = begin = perf_counter()
         with preserve_generators(self._device), executor.interceptor.installed():
-            for index, action in enumerate(actions):
-                for later in actions[index : index + 1 + AHEAD]:
+            own = actions[self._stage]
+            for index, action in enumerate(own):
+                for later in own[index : index + 1 + AHEAD]:
                     if not run.post(later):
                         break  # or a later message would be received in place of an earlier one
                 with around(index) if around is not None else nullcontext():
@@ -148,6 +150,8 @@ class StepRun:
     batches: Sequence[Any]
     seed: int
     read_loss: ReadLoss | None
+    actions: Sequence[Sequence[Action]] = ()
+    """Actions of every rank, from which follows what a rank that sends a message has received."""
     tensors: list[list[Tensor]] = field(init=False)
     """Tensors of each batch; they are the first values of its step."""
     signatures: list[Signature] = field(init=False)
@@ -189,7 +193,15 @@ class StepRun:
         source = self.executor.stage_graphs[other].rank
         return self.channel.expect(shape, dtype, source=source, tag=self._tag(transfer, kind))
 
-    def _send(self, tensor: Tensor, transfer: Transfer) -> None:
+    def _received_from(self, stage: int, action: Action) -> None:
+        """Drop what was sent to the rank of `stage` for actions before that by which it has answered now."""
+        rank = self.executor.stage_graphs[stage].rank
+        if not self.actions:
+            return
+        answer = Action(action.kind, stage, action.micro_batch)
+        self.channel.release(to=rank, begun=self.actions[rank][: self.actions[rank].index(answer) + 1])
+
+    def _send(self, tensor: Tensor, transfer: Transfer, action: Action) -> None:
         if tensor.requires_grad and not transfer.differentiable:
             nodes = self.executor.graph.nodes
             maker = next(node for node in nodes if any(output.value == transfer.value for output in node.outputs))
@@ -198,7 +210,8 @@ class StepRun:
                 "parameters, and detach tensors, for the whole run or not at all, or train with strategy=ddp."
             )
         to = self.executor.stage_graphs[transfer.destination].rank
-        self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD))
+        user = Action(FORWARD, transfer.destination, action.micro_batch)
+        self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD), user=user)
 
     def _tag(self, transfer: Transfer, kind: str) -> int:
         """Return a tag for each value and direction; within one tag, micro-batches keep their order."""
@@ -221,9 +234,9 @@ class StepRun:
         seed = (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
         returned, values = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
         if is_new:
-            self._send_shapes(stage_graph, shapes, values)
+            self._send_shapes(stage_graph, shapes)
         for transfer in stage_graph.sends:
-            self._send(values[transfer.value], transfer)
+            self._send(values[transfer.value], transfer, action)
         loss = None
         if stage_graph.is_last:
             if self.read_loss is None:
@@ -253,6 +266,7 @@ class StepRun:
         inputs: Inputs = []
         for transfer, pending in self._pending.pop(action):
             tensor = pending.open(_description(action, transfer.source))
+            self._received_from(transfer.source, action)
             received[transfer.value] = tensor
             if transfer.differentiable and self.read_loss is not None:
                 tensor.requires_grad_()
@@ -272,9 +286,7 @@ class StepRun:
                 shapes[value] = shape
         return shapes
 
-    def _send_shapes(self, stage_graph: StageGraph, shapes: Shapes, made: dict[int, Tensor]) -> None:
-        for value, tensor in made.items():
-            shapes[value] = tuple(tensor.shape)
+    def _send_shapes(self, stage_graph: StageGraph, shapes: Shapes) -> None:
         if not stage_graph.is_last:
             header = {value: shape for value, shape in enumerate(shapes) if shape is not None}
             following = self.executor.stage_graphs[stage_graph.index + 1]
@@ -287,6 +299,7 @@ class StepRun:
         gradients: dict[int, Tensor] = {}
         for transfer, pending in self._pending.pop(action):
             gradient = pending.open_gradient(_description(action, transfer.destination))
+            self._received_from(transfer.destination, action)
             if gradient is not None:
                 known = gradients.get(transfer.value)
                 gradients[transfer.value] = gradient if known is None else known + gradient
@@ -301,7 +314,8 @@ class StepRun:
             torch.autograd.backward(roots, root_gradients)
         for transfer, tensor in inputs:
             to, tag = self.executor.stage_graphs[transfer.source].rank, self._tag(transfer, BACKWARD)
-            self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag)
+            user = Action(BACKWARD, transfer.source, action.micro_batch)
+            self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag, user=user)
         return start
 
 

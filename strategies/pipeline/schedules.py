@@ -29,11 +29,15 @@ SYNONYMS = {"simple": "gpipe", "interleaved": "1f1b"}
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule for a number of ranks; only `interleaved_1f1b` has several stages per rank."""
+    """A schedule for a number of ranks; only `interleaved_1f1b` has several stages per rank.
+
+    With `max_in_flight` no rank has more micro-batches between forward and backward, and ranks are idle for longer.
+    """
 
     name: str
     num_ranks: int
     stages_per_rank: int = 1
+    max_in_flight: int | None = None
 
     @property
     def num_stages(self) -> int:
@@ -45,15 +49,41 @@ class Schedule:
         if self.name == "interleaved_1f1b":
             per_rank = self.stages_per_rank
             return list(interleaved_one_f_one_b(rank, self.num_ranks, num_micro_batches, stages_per_rank=per_rank))
-        return list((gpipe if self.name == "gpipe" else one_f_one_b)(rank, self.num_ranks, num_micro_batches))
+        generator = gpipe if self.name == "gpipe" else one_f_one_b
+        return list(generator(rank, self.num_ranks, num_micro_batches, max_in_flight=self.max_in_flight))
+
+    def in_flight(self, num_micro_batches: int) -> list[int]:
+        """Return for each stage the most micro-batches that are between its forward and its backward."""
+        found = [0] * self.num_stages
+        for rank in range(self.num_ranks):
+            present = [0] * self.num_stages
+            for action in self.actions(rank, num_micro_batches):
+                present[action.stage] += 1 if action.kind == FORWARD else -1
+                found[action.stage] = max(found[action.stage], present[action.stage])
+        return found
 
     def bubble(self, num_micro_batches: int) -> float:
-        """Return the idle share with equal stages: `(p - 1) / (m * stages_per_rank + p - 1)` with p ranks."""
-        return (self.num_ranks - 1) / (max(num_micro_batches, 1) * self.stages_per_rank + self.num_ranks - 1)
+        """Return the idle share with equal stages: `(p - 1) / (m * stages_per_rank + p - 1)` with p ranks.
+
+        With at most k < m micro-batches in flight, `gpipe` is idle for `p - 1` after every k, and `1f1b` for `p - k`.
+        """
+        most, after_last = max(num_micro_batches, 1), self.num_ranks - 1
+        idle = after_last
+        if self.max_in_flight is not None:
+            between = after_last if self.name == "gpipe" else max(self.num_ranks - self.max_in_flight, 0)
+            idle += between * (-(-most // self.max_in_flight) - 1)
+        return idle / (most * self.stages_per_rank + idle)
 
 
-def gpipe(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
-    """Yield all forwards, then all backwards; every micro-batch is in flight at once.
+def most_in_flight(num_ranks: int, stages_per_rank: int) -> int:
+    """Return the most micro-batches that a rank has in flight with `interleaved_1f1b`."""
+    return (num_ranks - 1) * 2 + (stages_per_rank - 1) * num_ranks + 1
+
+
+def gpipe(
+    rank: int, num_ranks: int, num_micro_batches: int, *, max_in_flight: int | None = None
+) -> Iterator[Action]:
+    """Yield all forwards, then all backwards; every micro-batch is in flight at once, or `max_in_flight` of them.
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
 
@@ -62,14 +92,20 @@ def gpipe(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]
         rank 2  .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. .. ..
     """
     del num_ranks
-    for micro_batch in range(num_micro_batches):
-        yield Action(FORWARD, rank, micro_batch)
-    for micro_batch in range(num_micro_batches):
-        yield Action(BACKWARD, rank, micro_batch)
+    group_size = max_in_flight or max(num_micro_batches, 1)
+    for first in range(0, num_micro_batches, group_size):
+        group = range(first, min(first + group_size, num_micro_batches))
+        for kind in (FORWARD, BACKWARD):
+            for micro_batch in group:
+                yield Action(kind, rank, micro_batch)
 
 
-def one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action]:
+def one_f_one_b(
+    rank: int, num_ranks: int, num_micro_batches: int, *, max_in_flight: int | None = None
+) -> Iterator[Action]:
     """Yield each backward as early as possible; at most `num_ranks - rank` micro-batches are in flight.
+
+    With `max_in_flight` at most so many are, also on the first ranks.
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
 
@@ -77,7 +113,7 @@ def one_f_one_b(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[A
         rank 1  .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
         rank 2  .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
     """
-    warm_up = min(num_ranks - rank - 1, num_micro_batches)
+    warm_up = min(num_ranks - rank - 1, num_micro_batches, (max_in_flight or num_ranks) - 1)
     forwards = (Action(FORWARD, rank, index) for index in range(num_micro_batches))
     backwards = (Action(BACKWARD, rank, index) for index in range(num_micro_batches))
     yield from _one_forward_one_backward(forwards, backwards, warm_up=warm_up)

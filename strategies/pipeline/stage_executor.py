@@ -139,11 +139,12 @@ class StageExecutor:
     ) -> tuple[Any, dict[int, Tensor]]:
         """Run `step` up to the end of the stage; the interceptor must be installed.
 
-        Returns what the step returned, in the last stage, and the values made or received. `shapes` are those of all
-        values for a batch of this signature; what the stage makes must have them. Random nodes draw from generators
-        seeded by `seed` and their names.
+        Returns what the step returned, in the last stage, and the values that were received or are to be sent.
+        `shapes` are those of all values for a batch of this signature; what the stage makes must have them, and those
+        that are unknown are added. Random nodes draw from generators seeded by `seed` and their names.
         """
         if stage_graph.start == stage_graph.stop:  # this phase has no node here; the stage passes numbers on
+            _add_unknown(shapes, {value: tuple(tensor.shape) for value, tensor in received.items()})
             return None, dict(received)
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
         seed_python(seed)
@@ -171,6 +172,8 @@ class StageExecutor:
         if self.graph.numbers is not None:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
             interpreter.values[self.graph.numbers] = numbers
+            interpreter.made[self.graph.numbers] = tuple(numbers.shape)
+        _add_unknown(shapes, interpreter.made)
         return returned, interpreter.values
 
     @contextmanager
@@ -221,6 +224,12 @@ class StageExecutor:
         torch.default_generator.manual_seed(mixed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(mixed)
+
+
+def _add_unknown(shapes: Shapes, found: Mapping[int, tuple[int, ...]]) -> None:
+    for value, shape in found.items():
+        if shapes[value] is None:
+            shapes[value] = shape
 
 
 def in_precision(precision: Precision, step: Step) -> Step:
@@ -506,6 +515,10 @@ class _StageInterpreter(TracingMode):
     ):
         super().__init__()
         self.values: dict[int, Tensor] = dict(received)
+        """What was received, what is to be sent, and what skipped calls return: others are not kept."""
+        self.made = {value: tuple(tensor.shape) for value, tensor in received.items()}
+        """The shape of every value that was received or made."""
+        self._sent = {transfer.value for transfer in stage_graph.sends}
         self.executes = stage_graph.executes
         self.position = 0
         """Index of the next node."""
@@ -671,7 +684,9 @@ class _StageInterpreter(TracingMode):
                     "for a batch like this: its shape depends on the values, and the next stage cannot know it. Move "
                     "what depends on values into one module's forward, or begin no stage between them."
                 )
-            self.values[value] = tensor
+            self.made[value] = tuple(tensor.shape)
+            if node.is_batch_only or value in self._sent:
+                self.values[value] = tensor
 
     def _skip(self, node: Node) -> Any:
         if isinstance(node.result, ValueRef):

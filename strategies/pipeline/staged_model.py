@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -20,8 +20,9 @@ from trainkit.tree import tensors_in, to_device
 
 from .attributes import StageAttributes
 from .graph import Signature, Step, TracedGraph, signature
+from .memory import TrainingMemory, rank_memories
 from .mesh import PipelineMesh
-from .partition import SharedParameters
+from .partition import MemoryCosts, SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
 from .schedules import Schedule
@@ -84,11 +85,13 @@ class StagedModel:
         if self.placement is None:
             self._restored = state.get("pipeline", self._restored)
 
-    def report(self, num_micro_batches: int) -> PlanReport:
-        """Return the stages with their costs, and the idle share of the schedule."""
+    def report(self, task: nn.Module, steps: Iterable[str], training: TrainingMemory) -> PlanReport:
+        """Return the stages with their costs, the memory of the ranks, and the idle share of the schedule."""
         assert self.plan is not None
-        bubble = self.schedule.bubble(num_micro_batches)
-        return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble)
+        parts = zip(self.plan.steps, self.plan.partitions, strict=True)
+        memory = rank_memories(task, dict(zip(steps, parts, strict=True)), self.schedule, training)
+        bubble = self.schedule.bubble(training.num_micro_batches)
+        return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble, memory=memory)
 
     @property
     def _settings(self) -> str:
@@ -104,6 +107,7 @@ class StagedModel:
         steps: Mapping[str, TrainingStep],
         batch: Any,
         *,
+        training: TrainingMemory,
         mesh: PipelineMesh,
         device: torch.device,
         all_replicas: bool,
@@ -116,7 +120,7 @@ class StagedModel:
 
         def planned() -> tuple[PartitionPlan, Signature]:
             on_host = batch if device.type == "cpu" else to_device(batch, torch.device("cpu"))
-            return self.make_plan(task, steps, on_host, device), signature(tensors_in(batch))
+            return self.make_plan(task, steps, on_host, device, training), signature(tensors_in(batch))
 
         self.plan, traced = _on_one_rank(task, planned, mesh, all_replicas=all_replicas)
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
@@ -183,7 +187,12 @@ class StagedModel:
         return {name: parameter for name, parameter in named if id(parameter) in trained and name in users}
 
     def make_plan(
-        self, task: nn.Module, steps: Mapping[str, TrainingStep], batch: Any, device: torch.device
+        self,
+        task: nn.Module,
+        steps: Mapping[str, TrainingStep],
+        batch: Any,
+        device: torch.device,
+        training: TrainingMemory | None = None,
     ) -> PartitionPlan:
         """Return the partition of the task by its steps, with nothing placed; not collective."""
         costs = cost_source(self.trace_mode, task, device)
@@ -193,12 +202,18 @@ class StagedModel:
             if restored is not None:
                 return restored
             logger.info("the traced step changed since the checkpoint; the model is partitioned again")
+        memory = None
+        if training is not None:
+            names = [name for name, _ in task.named_parameters()]
+            in_flight = self.schedule.in_flight(training.num_micro_batches)
+            memory = MemoryCosts(in_flight, training.of_parameters(names))
         return plan_steps(
             trace_inputs,
             num_stages=self.schedule.num_stages,
             balance=self.balance,
             split_points=self.split_points,
             shared_parameters=self.shared_parameters,
+            memory=memory,
         )
 
 

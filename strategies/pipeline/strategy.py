@@ -35,6 +35,7 @@ from trainkit.tree import map_tensors, to_device
 from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
 from .gradients import StageGradients
 from .graph import Step
+from .memory import TrainingMemory
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
@@ -297,13 +298,16 @@ class PipelineStrategy(MultiProcessStrategy):
     ) -> Placement:
         """Partition the task by `steps`, and keep the local part on the device. Collective."""
         mesh, device = self.mesh, self.device
-        placement = self.staged_model.partition(task, steps, batch, mesh=mesh, device=device, all_replicas=all_replicas)
+        training = self._training_memory(task, num_micro_batches)
+        placement = self.staged_model.partition(
+            task, steps, batch, training=training, mesh=mesh, device=device, all_replicas=all_replicas
+        )
         if any(self._phase_optimizers):  # phases; otherwise frozen parameters must stay frozen
             self.end_phases()
         optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
         self.state.keep_local(task, optimizers, placement, group=mesh.stage_group, device=device)
         mesh.sync_rng()
-        self.plan_report = report = self.staged_model.report(num_micro_batches)
+        self.plan_report = report = self.staged_model.report(task, steps, training)
         if self.comm.is_main and self._phase_optimizers and self.log_dir is not None:
             print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
             write_plan(report, self.log_dir)
@@ -316,6 +320,14 @@ class PipelineStrategy(MultiProcessStrategy):
     def check_phases(self, task: TaskModule) -> None:
         """Raise UserError for phases with replicated parameters, which are not supported together."""
         if self.staged_model.shared_parameters == "replicated":
+    def _training_memory(self, task: TaskModule, num_micro_batches: int) -> TrainingMemory:
+        optimizers = {
+            step_key(phase, phase_optimizer.step_name): phase_optimizer
+            for phase, phase_optimizer in self._phase_optimizers.items()
+        }
+        replicas = self.mesh.replicas
+        return TrainingMemory.of(task, optimizers, num_micro_batches=num_micro_batches, replicas=replicas)
+
             raise UserError(
                 f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would copy parameters "
                 "that several stages use. With phases each parameter is in one stage: type "
@@ -373,15 +385,15 @@ class PipelineStrategy(MultiProcessStrategy):
 
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
-        actions = self.schedule.actions(self.mesh.stage, len(batches))
+        actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
         verification = self._verification(task, executor, step, batches, read_loss)
         check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
         with nullcontext() if verification is None else verification.recorded():
-            around = gradients.reduce_around(actions)
+            around = gradients.reduce_around(actions[self.mesh.stage])
             self.runtime.train(executor, step, batches, actions=actions, read_loss=read_loss, around=around)
         if check is not None:
             check.finish()
-        if not actions:
+        if not actions[self.mesh.stage]:
             gradients.reduce_zeros()
         ordered = [outputs[index] for index in sorted(outputs)]
         shared = self.runtime.broadcast_outputs(ordered, executor, key)
@@ -404,7 +416,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self._to_verify[key] -= 1
 
         def run(whole: StageExecutor) -> None:
-            actions, copies = Schedule("1f1b", 1).actions(0, len(batches)), [copy_batch(batch) for batch in batches]
+            actions, copies = [Schedule("1f1b", 1).actions(0, len(batches))], [copy_batch(batch) for batch in batches]
             self.runtime.train(whole, step, copies, actions=actions, read_loss=read_loss)
 
         verification = Verification(task, executor, self.mesh, step=self._steps)
@@ -537,16 +549,17 @@ class PipelineStrategy(MultiProcessStrategy):
         self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if has_phases(task):
             self.check_phases(task)
-            phases = configure_optimizers(  # the partition does not depend on clipping and steps
-                task, clip=GradientClipping(), precision=precision, total_steps=1000, fused=False, skip=False
-            )
-            self._phase_optimizers = {phase_optimizer.phase: phase_optimizer for phase_optimizer in phases}
+        phases = configure_optimizers(  # the partition does not depend on clipping and steps
+            task, clip=GradientClipping(), precision=precision, total_steps=1000, fused=False, skip=False
+        )
+        self._phase_optimizers = {phase_optimizer.phase: phase_optimizer for phase_optimizer in phases}
         step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
         first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
         try:
             steps, batch = self._training_steps(task), first.micro_batches[0].batch
-            self.staged_model.plan = self.staged_model.make_plan(task.train(), steps, batch, self.device)
-            report = self.staged_model.report(len(first.micro_batches))
+            training = self._training_memory(task, len(first.micro_batches))
+            self.staged_model.plan = self.staged_model.make_plan(task.train(), steps, batch, self.device, training)
+            report = self.staged_model.report(task, steps, training)
             return f"{len(report.stages)} stages\n{report}\n\n{draw_stages(report)}"
         finally:
             self.end_phases()

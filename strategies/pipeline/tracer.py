@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -254,7 +255,7 @@ class Tracer(TracingMode):
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
-        self._saved_storages: set[int] = set()
+        self._memories = _Memories(tensors(batch))
         for tensor in tensors(batch):
             self._new_value(tensor, local=True)
 
@@ -507,6 +508,7 @@ class Tracer(TracingMode):
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
         node.written_buffers += tuple(self._writes.pop(node.index, ()))
         node.saved = tuple(self._saved_state.pop(node.index, ()))
+        node.saved_memories = tuple(self._memories.saved.get(node.index, ()))
         for tensor in written:
             if id(tensor) in self._value_of:
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
@@ -550,7 +552,7 @@ class Tracer(TracingMode):
 
     def _new_value(self, tensor: Tensor, *, local: bool) -> int:
         index = len(self._values)
-        self._values.append(Value(tuple(tensor.shape), tensor.dtype, local))
+        self._values.append(Value(tuple(tensor.shape), tensor.dtype, local, self._memories.index(tensor)))
         self._value_of[id(tensor)] = index
         if tensor.layout is not torch.strided or tensor.is_nested:
             self.hazards.layouts[index] = tensor.layout
@@ -561,13 +563,12 @@ class Tracer(TracingMode):
     # -- Costs
 
     def count_saved(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves for backward, each storage once, parameters not at all."""
-        key = memory_of(tensor)
+        """Count a tensor that autograd saves for backward, each memory once; that of parameters and buffers not."""
+        index = self._position()[0]
         for name, _ in self._before.sharing(tensor):
-            self._saved_state.setdefault(self._position()[0], {})[name] = True
-        if key not in self._saved_storages and id(_base(tensor)) not in self._parameters:
-            self._saved_storages.add(key)
-            self.counter.total.activation_bytes += num_bytes(tensor)
+            self._saved_state.setdefault(index, {})[name] = True
+        if id(_base(tensor)) not in self._parameters and id(_base(tensor)) not in self._buffers:
+            self.counter.total.activation_bytes += self._memories.save(tensor, index)
         return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
 
     def _add_since(self, before: NodeCost, cost: NodeCost) -> None:
@@ -628,6 +629,7 @@ class Tracer(TracingMode):
             replaced=frozenset(self._changed),
             reset=self._reset,
             left_in=left_in,
+            memory_bytes=tuple(self._memories.sizes),
         )
         reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
         reading_modules = {path for path in (*(node.path for node in reading), *dict(self.hazards.refused)) if path}
@@ -782,6 +784,34 @@ def _hooks(module: nn.Module) -> set[int]:
 
 def _with(items: tuple[T, ...], item: T) -> tuple[T, ...]:
     return items if item in items else (*items, item)
+
+
+class _Memories:
+    """Memories of tensors, numbered, with their bytes: 0 for those of the batch, which are there without a step."""
+
+    def __init__(self, batch: Sequence[Tensor]) -> None:
+        self.saved: dict[int, dict[int, None]] = defaultdict(dict)
+        """By node: what autograd saves for its backward."""
+        self._seen: set[int] = set()
+        self._indices = {key: index for index, key in enumerate({memory_of(tensor): None for tensor in batch})}
+        self.sizes = [0] * len(self._indices)
+
+    def index(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's memory, which its views share."""
+        key = memory_of(tensor)
+        if key not in self._indices:
+            self._indices[key] = len(self.sizes)
+            is_strided = tensor.layout is torch.strided
+            self.sizes.append(tensor.untyped_storage().nbytes() if is_strided else num_bytes(tensor))
+        return self._indices[key]
+
+    def save(self, tensor: Tensor, node: int) -> int:
+        """Note that autograd saves a tensor for a node, and return the bytes of its memory if no node has saved it."""
+        memory = self.index(tensor)
+        is_new = memory not in self._seen
+        self._seen.add(memory)
+        self.saved[node][memory] = None
+        return self.sizes[memory] if is_new else 0
 
 
 def memory_of(tensor: Tensor) -> int:

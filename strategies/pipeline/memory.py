@@ -1,0 +1,250 @@
+"""Memory of the ranks of a pipeline: parameters, gradients, optimizer state, and activations saved for backward."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.strategy import named_state
+
+from .graph import TracedGraph, num_bytes, tensors
+from .partition import Partition
+from .runtime import AHEAD
+from .schedules import BACKWARD, FORWARD, Action, Schedule
+from .stage import place_parameters, stage_graphs
+
+ASSUMED_STATES = 2
+"""State tensors per parameter of an optimizer that is neither torch's nor trainkit's and has no state yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Memory of one rank in training, in bytes; without batches and the workspaces of kernels."""
+
+    rank: int
+    parameters: int
+    """Parameters and buffers."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """What backward needs of the micro-batches in flight, where that is most."""
+    in_flight: int
+    """Most micro-batches between forward and backward; one in two stages of a rank counts twice."""
+    peak: int
+    """All of it, with messages and temporary gradients, at the moment when it is most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingMemory:
+    """What training keeps for each parameter, and how many micro-batches a step has."""
+
+    gradients: Mapping[str, Mapping[str, int]]
+    """By step key: the bytes of the gradient of each parameter that the step trains."""
+    optimizer: Mapping[str, int]
+    """Bytes of the optimizers' state of each parameter."""
+    num_micro_batches: int
+    keeps_gradients: bool
+    """True if gradients stay in memory between steps: those in the buckets of replicas."""
+
+    @classmethod
+    def of(
+        cls, task: nn.Module, optimizers: Mapping[str, PhaseOptimizer], *, num_micro_batches: int, replicas: int
+    ) -> TrainingMemory:
+        """Return the memory of a task whose steps are those of `optimizers`, by step key."""
+        names = {id(parameter): name for name, parameter in task.named_parameters()}
+        gradients: dict[str, dict[str, int]] = {}
+        states: dict[str, int] = defaultdict(int)
+        for key, phase_optimizer in optimizers.items():
+            trained = [parameter for parameter in phase_optimizer.parameters if id(parameter) in names]
+            gradients[key] = {names[id(parameter)]: num_bytes(parameter) for parameter in trained}
+            sizes = state_bytes(phase_optimizer.optimizer)
+            for parameter in trained:
+                states[names[id(parameter)]] += sizes[parameter]
+        return cls(gradients, dict(states), num_micro_batches, replicas > 1)
+
+    def of_parameters(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the bytes of gradient and optimizer state of each parameter."""
+        largest = {name: max((step.get(name, 0) for step in self.gradients.values()), default=0) for name in names}
+        return {name: size + self.optimizer.get(name, 0) for name, size in largest.items()}
+
+
+def state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Return the bytes of state that an optimizer has for each of its parameters from its first step on.
+
+    One of torch or trainkit makes that step on the meta device, without memory. Of others the present state counts, and
+    before there is one, `ASSUMED_STATES` tensors like the parameter.
+    """
+    is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "trainkit")
+    sizes = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = _state_after_step(optimizer, group, parameter) if is_known else None
+            state = state if state is not None else optimizer.state.get(parameter)
+            assumed = ASSUMED_STATES * num_bytes(parameter)
+            sizes[parameter] = assumed if state is None else sum(map(num_bytes, tensors(state)))
+    return sizes
+
+
+def _state_after_step(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> Any:
+    """Return the state of a parameter after a step on the meta device, or `None` if the optimizer cannot make one."""
+    on_meta = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    on_meta.grad = torch.empty_like(on_meta)
+    twin: Optimizer = object.__new__(type(optimizer))
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), **{name: OrderedDict() for name in hooks})
+    twin.__dict__.pop("step", None)  # a schedule's, which would step the optimizer itself
+    plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
+    twin.param_groups = [{**group, **plain, "params": [on_meta]}]
+    try:
+        twin.step()
+    except (TypeError, AssertionError):
+        return None
+    except RuntimeError:  # reads elements, after it has made its state
+        return twin.state[on_meta] or None
+    return twin.state[on_meta]
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Memory of one stage in one step of the task, in bytes."""
+
+    activations: int
+    """What backward needs of one micro-batch: what autograd saves, and what was received and sent."""
+    gradients: Mapping[str, int]
+    """The gradient of each parameter."""
+    temporaries: int
+    """Gradients that the backward of one node has at once: of its inputs, its outputs and a parameter."""
+    received: int
+    """What forward receives of one micro-batch."""
+    gradients_received: int
+    gradients_sent: int
+
+
+def rank_memories(
+    task: nn.Module,
+    steps: Mapping[str, tuple[TracedGraph, Partition]],
+    schedule: Schedule,
+    training: TrainingMemory,
+) -> list[RankMemory]:
+    """Return the memory of every rank of a replica; `steps` are partitioned, by step key."""
+    placement = place_parameters(task, list(steps.values()), num_ranks=schedule.num_ranks)
+    named = named_state(task)
+    num_micro_batches = training.num_micro_batches
+    actions = [schedule.actions(rank, num_micro_batches) for rank in range(schedule.num_ranks)]
+    stages = [
+        stage_memories(graph, partition, training.gradients.get(key, {})) for key, (graph, partition) in steps.items()
+    ]
+    found = []
+    for rank in range(schedule.num_ranks):
+        held = partial(placement.is_held, rank=rank)
+        own = [_gradient_bytes(step[rank :: schedule.num_ranks]) for step in stages]
+        peaks = [peak_of_step(actions, step, rank=rank, keeps_gradients=training.keeps_gradients) for step in stages]
+        others = sum(own) if training.keeps_gradients else 0  # gradients of other phases
+        most = max(peak.bytes + max(others - size, 0) for peak, size in zip(peaks, own, strict=True))
+        parameters = sum(num_bytes(tensor) for name, tensor in named.items() if held(name))
+        optimizer = sum(size for name, size in training.optimizer.items() if name in placement.used and held(name))
+        found.append(
+            RankMemory(
+                rank,
+                parameters=parameters,
+                gradients=max([others, *own]),
+                optimizer=optimizer,
+                activations=max(peak.activations for peak in peaks),
+                in_flight=max(peak.in_flight for peak in peaks),
+                peak=parameters + optimizer + most,
+            )
+        )
+    return found
+
+
+def _gradient_bytes(stages: Sequence[StageMemory]) -> int:
+    return sum({name: size for stage in stages for name, size in stage.gradients.items()}.values())
+
+
+def stage_memories(graph: TracedGraph, partition: Partition, trained: Mapping[str, int]) -> list[StageMemory]:
+    """Return the memory of each stage; `trained` has the bytes of the gradient of each trained parameter."""
+    bounds = partition.bounds(len(graph.nodes))
+    values, stages = graph.values, []
+    for stage in stage_graphs(graph, bounds, list(range(len(bounds)))):
+        nodes = graph.nodes[stage.start : stage.stop]
+        inputs = [transfer.value for transfer in stage.receives if transfer.differentiable]
+        outputs = [transfer.value for transfer in stage.sends if transfer.differentiable]
+        kept = {memory for node in nodes for memory in node.saved_memories}
+        kept |= {values[value].memory for value in (*inputs, *outputs)} - {-1}
+        temporaries = 0
+        for node in nodes:
+            near = {*node.inputs, *(output.value for output in node.outputs)}
+            own = [trained[name] for name in node.parameters if name in trained]
+            temporaries = max(temporaries, sum(values[value].num_bytes for value in near) + max(own, default=0))
+        stages.append(
+            StageMemory(
+                activations=sum(graph.memory_bytes[memory] for memory in kept),
+                gradients={name: trained[name] for node in nodes for name in node.parameters if name in trained},
+                temporaries=temporaries,
+                received=sum(values[transfer.value].num_bytes for transfer in stage.receives),
+                gradients_received=sum(values[value].num_bytes for value in outputs),
+                gradients_sent=sum(values[value].num_bytes for value in inputs),
+            )
+        )
+    return stages
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a rank has at once in one step."""
+
+    bytes: int
+    """Of activations, gradients and messages together."""
+    activations: int
+    in_flight: int
+    """Micro-batches between forward and backward; one in two stages of a rank counts twice."""
+
+
+def peak_of_step(
+    actions: Sequence[Sequence[Action]], stages: Sequence[StageMemory], *, rank: int, keeps_gradients: bool
+) -> Peak:
+    """Return the peak of a rank that carries out its part of `actions`, which are those of every rank.
+
+    Gradients come with the first backward of their stage, or are there before with `keeps_gradients`. Receives are
+    posted `AHEAD`, and a gradient is kept until the rank to which it is sent is known to have it.
+    """
+    own, num_ranks = actions[rank], len(actions)
+    sizes = {name: size for stage in stages[rank::num_ranks] for name, size in stage.gradients.items()}
+    present = set(sizes) if keeps_gradients else set()
+    sent: dict[Action, int] = {}
+    activations = in_flight = 0
+    peak = Peak(0, 0, 0)
+    for index, action in enumerate(own):
+        stage = stages[action.stage]
+        posted = sum(_received(later, stages) for later in own[index + 1 : index + 1 + AHEAD])
+        source = action.stage + (1 if action.kind == BACKWARD else -1)
+        if 0 <= source < len(stages):
+            others = actions[source % num_ranks]
+            for begun in others[: others.index(Action(action.kind, source, action.micro_batch)) + 1]:
+                sent.pop(begun, None)
+        held = activations + posted + sum(sent.values())
+        if action.kind == FORWARD:
+            activations, in_flight = activations + stage.activations, in_flight + 1
+            most = held + stage.activations + sum(sizes[name] for name in present)
+        else:
+            before = held + stage.gradients_received + stage.temporaries + sum(sizes[name] for name in present)
+            present |= set(stage.gradients)
+            activations, in_flight = activations - stage.activations, in_flight - 1
+            if action.stage:
+                sent[Action(BACKWARD, action.stage - 1, action.micro_batch)] = stage.gradients_sent
+            most = max(before, held - stage.activations + sum(sizes[name] for name in present))
+        peak = Peak(max(peak.bytes, most), max(peak.activations, activations), max(peak.in_flight, in_flight))
+    return peak
+
+
+def _received(action: Action, stages: Sequence[StageMemory]) -> int:
+    stage = stages[action.stage]
+    return stage.received if action.kind == FORWARD else stage.gradients_received

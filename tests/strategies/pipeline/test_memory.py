@@ -1,0 +1,144 @@
+"""Memory that a plan predicts for a rank, against the bytes that a step allocates there."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from trainkit.strategies.pipeline.memory import state_bytes
+from trainkit.strategies.pipeline.schedules import Schedule
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+
+from tests.strategies.pipeline.training import Training, make, step_batches
+from trainkit.optim.chained_optimizer import ChainedOptimizer
+from trainkit.task import TaskModule
+from trainkit.testing import run_ranks
+
+
+class _Wide(TaskModule):
+    """Layers between which an activation is as large as any other tensor."""
+
+    def __init__(self, optimizer="adamw", width=128, depth=8):
+        super().__init__()
+        self.optimizer = optimizer
+        layers = [(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.1)) for _ in range(depth)]
+        self.net = nn.Sequential(nn.Linear(8, width), *itertools.chain(*layers), nn.Linear(width, 3))
+
+    def training_step(self, batch):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9 if self.optimizer == "momentum" else 0.0)
+
+    @staticmethod
+    def batch(size, generator):
+        return torch.randn(size, 8, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def _live_bytes(tensors):
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def _predicted_and_allocated(optimizer, size, settings, replicas=1):
+    """Return the plan's memory of this rank, and the bytes of what it holds and of what one step allocates at once."""
+    strategy = PipelineStrategy(stages=2, replicas=replicas, device="cpu", verify="off", **settings)
+    training = Training(make(_Wide, optimizer=optimizer), strategy, precision="fp32")
+    batches = step_batches(
+        _Wide,
+        sizes=[size] * 6 * replicas,
+        num_steps=3,
+        dtype=torch.float32,
+        replica=strategy.comm.rank,
+        num_replicas=replicas,
+    )
+    training.run(batches[:2])
+    state = training.phase_optimizer.optimizer.state.values()
+    held = _live_bytes([*strategy.local_state(training.task).values()])
+    held += _live_bytes([value for one in state for value in one.values() if isinstance(value, torch.Tensor)])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        training.step(batches[2])
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    allocated = max(itertools.accumulate(change for _, change in changes))
+    memory = strategy.plan_report.memory[strategy.mesh.stage]
+    strategy.teardown()
+    return memory, held, allocated
+
+
+CASES = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved_1f1b", "stages_per_rank": 2},
+}
+
+
+def _predictions(cases):
+    return [_predicted_and_allocated(*case) for case in cases]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_predicted_memory_of_a_rank_is_what_a_step_takes(name):
+    cases = [(optimizer, size, CASES[name]) for optimizer in ("sgd", "adamw") for size in (32, 512)]
+
+    for found in run_ranks(_predictions, 2, cases, timeout=120):
+        for (optimizer, size, _), (memory, held, allocated) in zip(cases, found, strict=True):
+            where = f"{optimizer}, {size} samples, rank {memory.rank}"
+            assert memory.parameters + memory.optimizer == pytest.approx(held, rel=0.01), where
+            assert memory.peak == pytest.approx(held + allocated, rel=0.15), where
+            assert memory.peak - held == pytest.approx(allocated, rel=0.15), where
+
+
+def test_the_schedule_decides_how_many_micro_batches_a_stage_keeps():
+    assert Schedule("gpipe", 2).in_flight(6) == [6, 6]
+    assert Schedule("1f1b", 2).in_flight(6) == [2, 1]
+    assert Schedule("1f1b", 2).in_flight(1) == [1, 1]
+    assert sum(Schedule("interleaved_1f1b", 2, 2).in_flight(6)) > sum(Schedule("1f1b", 4).in_flight(6)[:2])
+
+
+def _per_element(optimizer, parameter):
+    return sum(state_bytes(optimizer).values()) / (4 * parameter.numel())
+
+
+def test_the_state_of_an_optimizer_is_known_before_its_first_step():
+    weight = nn.Parameter(torch.zeros(64, 32))
+    other = nn.Parameter(torch.zeros(64, 32))
+    known = torch.optim
+    scheduled = known.AdamW([weight])
+    known.lr_scheduler.StepLR(scheduled, 1)
+    of = {
+        "sgd": known.SGD([weight], lr=1.0),
+        "momentum": known.SGD([weight], lr=1.0, momentum=0.9),
+        "muon": known.Muon([weight]),
+        "adamw": scheduled,
+        "fused": known.AdamW([weight], fused=True, amsgrad=True),
+        "adafactor": known.Adafactor([weight]),
+        "chained": ChainedOptimizer(known.AdamW([weight]), known.SGD([other], lr=1.0, momentum=0.9)),
+    }
+    found = {name: _per_element(optimizer, weight) for name, optimizer in of.items()}
+
+    expected = {"sgd": 0, "momentum": 1, "muon": 1, "adamw": 2, "fused": 3, "adafactor": 96 / 2048, "chained": 3}
+    assert found == pytest.approx(expected, abs=0.01)
+    assert not any(optimizer.state for optimizer in of.values()) and not weight.any()
+    weight.grad, other.grad = torch.ones_like(weight), torch.ones_like(other)
+    of["chained"].step()
+    assert len(of["chained"].state) == 2
+
+
+class _Own(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        raise AssertionError("a plan does not call the step of an optimizer that it does not know")
+
+
+def test_the_state_of_an_unknown_optimizer_is_assumed_until_it_has_some():
+    weight = nn.Parameter(torch.zeros(64, 32))
+    optimizer = _Own([weight])
+    assert _per_element(optimizer, weight) == 2
+    optimizer.state[weight]["mean"] = torch.zeros(64, 32)
+    assert _per_element(optimizer, weight) == 1
