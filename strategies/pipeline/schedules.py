@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 FORWARD = "F"
@@ -65,14 +65,16 @@ class Schedule:
     def bubble(self, num_micro_batches: int) -> float:
         """Return the idle share with equal stages: `(p - 1) / (m * stages_per_rank + p - 1)` with p ranks.
 
-        With at most k < m micro-batches in flight, `gpipe` is idle for `p - 1` after every k, and `1f1b` for `p - k`.
+        With `max_in_flight` it is that of a simulation in which a backward takes twice as long as a forward.
         """
-        most, after_last = max(num_micro_batches, 1), self.num_ranks - 1
-        idle = after_last
-        if self.max_in_flight is not None:
-            between = after_last if self.name == "gpipe" else max(self.num_ranks - self.max_in_flight, 0)
-            idle += between * (-(-most // self.max_in_flight) - 1)
-        return idle / (most * self.stages_per_rank + idle)
+        num_micro_batches = max(num_micro_batches, 1)
+        if self.max_in_flight is None or self.stages_per_rank > 1:
+            return (self.num_ranks - 1) / (num_micro_batches * self.stages_per_rank + self.num_ranks - 1)
+        actions = [self.actions(rank, num_micro_batches) for rank in range(self.num_ranks)]
+        costs = {
+            (kind, stage): cost for stage in range(self.num_stages) for kind, cost in ((FORWARD, 1), (BACKWARD, 2))
+        }
+        return idle_share(simulate(actions, costs, self.num_stages))
 
 
 def most_in_flight(num_ranks: int, stages_per_rank: int) -> int:
@@ -80,9 +82,7 @@ def most_in_flight(num_ranks: int, stages_per_rank: int) -> int:
     return (num_ranks - 1) * 2 + (stages_per_rank - 1) * num_ranks + 1
 
 
-def gpipe(
-    rank: int, num_ranks: int, num_micro_batches: int, *, max_in_flight: int | None = None
-) -> Iterator[Action]:
+def gpipe(rank: int, num_ranks: int, num_micro_batches: int, *, max_in_flight: int | None = None) -> Iterator[Action]:
     """Yield all forwards, then all backwards; every micro-batch is in flight at once, or `max_in_flight` of them.
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
@@ -156,6 +156,49 @@ def idle_share(spans: Sequence[Sequence[Span]]) -> float:
     length = max((rank_spans[-1].end for rank_spans in spans if rank_spans), default=0.0)
     busy = sum(span.end - span.start for rank_spans in spans for span in rank_spans)
     return 1.0 - busy / (length * len(spans)) if length else 0.0
+
+
+def simulate(
+    actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
+) -> list[list[Span]]:
+    """Return every rank's actions with their times if each is as early as possible and messages take no time.
+
+    `actions` has one list for each rank; `costs` has the time of ("F" or "B", stage). Raises ValueError for a
+    schedule that deadlocks.
+    """
+    spans: list[list[Span]] = [[] for _ in actions]
+    ends: dict[Action, float] = {}
+    remaining = sum(len(rank_actions) for rank_actions in actions)
+    while remaining:
+        progress = False
+        for rank_spans, rank_actions in zip(spans, actions, strict=True):
+            while len(rank_spans) < len(rank_actions):
+                action = rank_actions[len(rank_spans)]
+                needs = prerequisites(action, num_stages)
+                if any(need not in ends for need in needs):
+                    break
+                ready = max((ends[need] for need in needs), default=0.0)
+                start = max(ready, rank_spans[-1].end if rank_spans else 0.0)
+                ends[action] = start + costs[action.kind, action.stage]
+                rank_spans.append(Span(action, start, ends[action]))
+                remaining -= 1
+                progress = True
+        if not progress:
+            left = [todo[len(done)] for done, todo in zip(spans, actions, strict=True) if len(done) < len(todo)]
+            raise ValueError(f"the schedule deadlocks at the {' and the '.join(action.place() for action in left)}")
+    return spans
+
+
+def prerequisites(action: Action, num_stages: int) -> list[Action]:
+    """Return the actions that must have ended before this one may start."""
+    needs = []
+    if action.kind == FORWARD and action.stage > 0:
+        needs.append(Action(FORWARD, action.stage - 1, action.micro_batch))
+    if action.kind == BACKWARD:
+        needs.append(Action(FORWARD, action.stage, action.micro_batch))
+        if action.stage < num_stages - 1:
+            needs.append(Action(BACKWARD, action.stage + 1, action.micro_batch))
+    return needs
 
 
 def _grouped(kind: str, stages: Sequence[int], num_micro_batches: int, group_size: int) -> Iterator[Action]:

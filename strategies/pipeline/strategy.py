@@ -41,7 +41,7 @@ from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
 from .runtime import PipelineRuntime, ReadLoss
-from .schedules import SCHEDULES, SYNONYMS, Schedule
+from .schedules import SCHEDULES, SYNONYMS, Schedule, most_in_flight
 from .stage import Placement
 from .stage_executor import StageExecutor, in_precision
 from .staged_model import StagedModel, check_name, step_key
@@ -74,6 +74,8 @@ class PipelineStrategy(MultiProcessStrategy):
         stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
         split_points: Names of the modules that begin the second and later stages; by default found from the cost of
             each module.
+        max_in_flight: Most micro-batches that a rank keeps between forward and backward, for less memory and more idle
+            time; by default as many as the schedule has.
         shared_parameters: Placement of a parameter that several nodes of the step use, such as tied embeddings:
             `same_stage` (all its users are in one stage), `replicated` (each stage that uses it has a copy, and
             gradients are summed), `auto` (`same_stage`, unless that is much slower).
@@ -108,6 +110,7 @@ class PipelineStrategy(MultiProcessStrategy):
         split_points: Sequence[str] | None = None,
         shared_parameters: SharedParameters = "auto",
         balance: str | float = "speed",
+        max_in_flight: int | None = None,
         trace: str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
@@ -131,7 +134,9 @@ class PipelineStrategy(MultiProcessStrategy):
         if verify not in ("auto", "off") and (not isinstance(verify, int) or verify < 0):
             raise UserError(f"verify must be auto, off or a number of steps, got {verify!r}.")
         name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS]))
-        self.schedule = Schedule(name, stages, stages_per_rank if name == "interleaved_1f1b" else 1)
+        if max_in_flight is not None:
+            _check_in_flight(name, max_in_flight, needed=most_in_flight(stages, stages_per_rank))
+        self.schedule = Schedule(name, stages, stages_per_rank if name == "interleaved_1f1b" else 1, max_in_flight)
         self.mesh = PipelineMesh(stages=stages, replicas=replicas)
         self.staged_model = StagedModel(
             schedule=self.schedule,
@@ -564,3 +569,15 @@ class PipelineStrategy(MultiProcessStrategy):
         finally:
             self.end_phases()
             self._phase_optimizers = {}
+
+
+def _check_in_flight(schedule: str, limit: int, *, needed: int) -> None:
+    """Raise UserError for a limit of micro-batches that is no number, or with which the schedule cannot be run."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise UserError(f"max_in_flight must be a whole number, at least 1, or null, got {limit!r}.")
+    if schedule == "interleaved_1f1b" and limit < needed:
+        raise UserError(
+            f"strategy.max_in_flight={limit} is too few for strategy.schedule=interleaved_1f1b, whose first rank has "
+            f"up to {needed} micro-batches in flight. Type strategy.max_in_flight={needed}, or strategy.schedule=1f1b, "
+            "which can be run with 1."
+        )

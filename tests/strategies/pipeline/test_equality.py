@@ -75,6 +75,7 @@ def test_every_kind_of_task_in_two_stages_has_the_weights_of_one_process():
     cases += [_case(_Weightless, sizes=[4], num_steps=2)]
     cases += [_case(_Weightless, sizes=[4, 4], num_steps=2, name="weights of 0 that are added up")]
     cases += [_case(Mlp, split_points=["net.8"], name="a stage that begins with a write into what it was sent")]
+    cases += [_case(Mlp, schedule=name, max_in_flight=1, name=f"{name}, one at a time") for name in ("1f1b", "gpipe")]
     cases += [_case(_Reversed, num_steps=3, split_points=["net.7"]), _case(_Reversed, num_steps=3, name="anywhere")]
     cases += [_case(Mlp, split_points=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
     _assert_equal(2, cases, tolerance=DOUBLE)
