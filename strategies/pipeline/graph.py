@@ -279,9 +279,22 @@ def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not probabilities or any(probabilities)
 
 
-def estimated_seconds(cost: NodeCost) -> float:
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does in a second, and what each call takes."""
+
+    flops: float
+    bytes: float
+    seconds_per_call: float
+
+
+NOMINAL = Rates(3e10, 5e9, 5e-6)
+"""Rates for choices that must not depend on the device."""
+
+
+def estimated_seconds(cost: NodeCost, rates: Rates = NOMINAL) -> float:
     """Return the estimated seconds of a forward, from operations, memory traffic and calls."""
-    return cost.flops / 3e10 + cost.moved_bytes / 5e9 + cost.num_calls * 5e-6
+    return cost.flops / rates.flops + cost.moved_bytes / rates.bytes + cost.num_calls * rates.seconds_per_call
 
 
 def num_bytes(tensor: Tensor) -> int:

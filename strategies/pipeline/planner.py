@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -28,7 +29,7 @@ from .partition import (
     partition,
     replicate_shared,
 )
-from .profile import NotRepeatable, estimate, measure
+from .profile import HOST, NotRepeatable, estimate, measure, measured_rates
 from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class TraceInput:
     costs: Costs
     preceding: tuple[TrainingStep, ...] = ()
     """The steps of the phases before this one, which may leave state for it."""
+    device: torch.device = HOST
+    """The device of the training, of which the costs are."""
 
     def _preceding(self) -> list[Step]:
         runs = [step.run for step in self.preceding]
@@ -118,11 +121,11 @@ class TraceInput:
         """Measure or estimate the seconds of the nodes."""
         if self.costs == "measured":
             try:
-                measure(graph, self.task, self.begin(), self.batch, self._preceding())
+                measure(graph, self.task, self.begin(), self.batch, self._preceding(), device=self.device)
                 return
             except NotRepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
-        estimate(graph)
+        estimate(graph, measured_rates(self.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,45 +3,99 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
-from .graph import Call, Node, Step, TracedGraph, estimated_seconds, tensors
+from trainkit.strategy import named_state
+from trainkit.tree import to_device
+
+from .graph import NOMINAL, Call, Node, Rates, Step, TracedGraph, estimated_seconds, tensors
 from .snapshot import preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode
 from .tracer import copy_batch, preserve_state
 
 BACKWARD_PER_FORWARD = 2.0
 NUM_RUNS = 3
+MATRIX_SIZE = 512
+COPIED_BYTES = 1 << 24  # more than a processor's cache
+HOST = torch.device("cpu")
 
 
-def measure(graph: TracedGraph, task: nn.Module, step: Step, batch: Any, preceding: Sequence[Step] = ()) -> None:
+def measure(
+    graph: TracedGraph,
+    task: nn.Module,
+    step: Step,
+    batch: Any,
+    preceding: Sequence[Step] = (),
+    *,
+    device: torch.device = HOST,
+) -> None:
     """Set the seconds of every node: the least of `NUM_RUNS` runs, equal calls pooled; the task is restored.
 
-    Raises `NotRepeatable` for a step that does not make the same calls again.
+    On a CUDA device the whole task is moved there, and events measure what the device does. Raises `NotRepeatable` for
+    a step that does not make the same calls again, or cannot be run on the device.
     """
     interceptor = ModuleInterceptor(task, graph.leaf_modules)
-    for _ in range(NUM_RUNS):
-        stopwatch = _Stopwatch(graph, interceptor)
-        own = copy_batch(batch)
-        with preserve_task(task), preserve_state(task, preceding, batch) as before:
-            before.keep_named(graph.written)
-            with interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
-                step(own)
+    mark = perf_counter if device.type == "cpu" else partial(_cuda_event, device)
+    try:
+        with _moved(task, device):
+            for _ in range(NUM_RUNS):
+                stopwatch = _Stopwatch(graph, interceptor, mark)
+                own = copy_batch(batch) if device.type == "cpu" else to_device(batch, device)
+                with preserve_task(task), preserve_state(task, preceding, own) as before:
+                    before.keep_named(graph.written)
+                    with interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
+                        step(own)
+                stopwatch.finish()
+    except RuntimeError as error:  # tensors in host memory that are no buffers, or too little memory
+        if device.type == "cpu":
+            raise
+        raise NotRepeatable(f"the whole step cannot be run on {device}: {str(error).splitlines()[0]}") from None
     _pool(graph)
     _set_backward(graph)
     graph.measured = True
 
 
-def estimate(graph: TracedGraph) -> None:
+def estimate(graph: TracedGraph, rates: Rates = NOMINAL) -> None:
     """Set the seconds of every node from its operations and bytes."""
     for node in graph.nodes:
-        node.cost.forward_seconds = estimated_seconds(node.cost)
+        node.cost.forward_seconds = estimated_seconds(node.cost, rates)
     _set_backward(graph)
+
+
+@cache
+def measured_rates(device: torch.device) -> Rates:
+    """Return the rates of a device, measured once by a product of matrices, a copy, and small calls.
+
+    They are rounded to one digit, so that noise does not move the cuts of estimated plans.
+    """
+    square = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
+    memory = torch.ones(COPIED_BYTES // 4, device=device)
+    copied = torch.empty_like(memory)
+    few = torch.ones(8, device=device)
+
+    def seconds(call: Callable[[], object], repeats: int) -> float:
+        found = []
+        for _ in range(NUM_RUNS):
+            _synchronize(device)
+            start = perf_counter()
+            for _ in range(repeats):
+                call()
+            _synchronize(device)
+            found.append((perf_counter() - start) / repeats)
+        return min(found)
+
+    with torch.no_grad():
+        flops = 2 * MATRIX_SIZE**3 / seconds(lambda: torch.mm(square, square), 4)
+        num_bytes = COPIED_BYTES / seconds(lambda: copied.copy_(memory), 4)
+        return Rates(*(float(f"{rate:.0e}") for rate in (flops, num_bytes, seconds(lambda: few.add(1.0), 100))))
 
 
 class NotRepeatable(Exception):
@@ -51,8 +105,10 @@ class NotRepeatable(Exception):
 class _Stopwatch(TracingMode):
     """Measures the nodes of one run of a step, which must be those of the graph."""
 
-    def __init__(self, graph: TracedGraph, interceptor: ModuleInterceptor):
+    def __init__(self, graph: TracedGraph, interceptor: ModuleInterceptor, mark: Callable[[], Any]):
         super().__init__()
+        self._mark = mark
+        self._marks: list[tuple[Any, Any]] = []  # before and after each node
         self._nodes = graph.nodes
         self._interceptor = interceptor
         self._next = 0
@@ -72,14 +128,51 @@ class _Stopwatch(TracingMode):
         self._inside = True
         try:
             with self._interceptor.handled_by(None):
-                start = perf_counter()
+                start = self._mark()
                 result = call(*args, **kwargs)
-                seconds = perf_counter() - start
+                self._marks.append((start, self._mark()))
         finally:
             self._inside = False
-        node.cost.forward_seconds = min(seconds, node.cost.forward_seconds or seconds)
         self._next += 1
         return result
+
+    def finish(self) -> None:
+        """Set the seconds of all nodes that were run, where they are less than before."""
+        for node, (start, end) in zip(self._nodes, self._marks, strict=False):
+            if isinstance(start, float):
+                seconds = end - start
+            else:
+                end.synchronize()
+                seconds = start.elapsed_time(end) / 1e3
+            node.cost.forward_seconds = min(seconds, node.cost.forward_seconds or seconds)
+
+
+def _cuda_event(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _moved(task: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have the parameters and buffers of a task on the device in the block; they stay the same objects."""
+    if device.type == "cpu":
+        yield
+        return
+    before = [(tensor, tensor.data) for tensor in named_state(task).values()]
+    try:
+        for tensor, content in before:
+            tensor.data = content.to(device)
+        yield
+    finally:
+        for tensor, content in before:
+            tensor.data = content
+        torch.cuda.empty_cache()
 
 
 def _pool(graph: TracedGraph) -> None:

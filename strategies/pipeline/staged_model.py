@@ -195,8 +195,8 @@ class StagedModel:
         training: TrainingMemory | None = None,
     ) -> PartitionPlan:
         """Return the partition of the task by its steps, with nothing placed; not collective."""
-        costs = cost_source(self.trace_mode, task, device)
-        trace_inputs = [TraceInput(task, step, batch, costs) for step in steps.values()]
+        costs = cost_source(self.trace_mode, task)
+        trace_inputs = [TraceInput(task, step, batch, costs, device=device) for step in steps.values()]
         if self._restored is not None and self._restored["settings"] == self._settings:
             restored = restore_plan(trace_inputs, self._restored)
             if restored is not None:
@@ -217,13 +217,13 @@ class StagedModel:
         )
 
 
-def cost_source(trace_mode: str, task: nn.Module, device: torch.device) -> Costs:
-    """Return the source of the nodes' costs: measured only for an eager trace on the device of the training."""
+def cost_source(trace_mode: str, task: nn.Module) -> Costs:
+    """Return the source of the nodes' costs: measured only for an eager trace."""
     if trace_mode == "fake" or (trace_mode == "auto" and has_meta(task)):
         return "fake"
     if has_meta(task):
         raise UserError("strategy.trace=eager needs a task with real parameters, not on the meta device.")
-    return "measured" if device.type == "cpu" else "estimated"
+    return "measured"
 
 
 def check_name(key: str, value: Name, names: Sequence[str]) -> Name:
