@@ -387,6 +387,14 @@ class SupportsShardedState(Protocol):
 
 
 @runtime_checkable
+class PlacesRanks(Protocol):
+    """Decides by the task and its data which part of the work each host has."""
+
+    def place_ranks(self, task: TaskModule, source: StageData) -> bool:
+        """Place the ranks, before data is opened, and return True if their numbers have changed; collective."""
+
+
+@runtime_checkable
 class PreparesSteps(Protocol):
     """Needs the first batch of training before anything is evaluated."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.errors import UserError, add_note
 
+from ..host_layout import HostLayout, host_name
 from ..own_groups import OwnGroups
 
 T = TypeVar("T")
@@ -25,15 +27,26 @@ _OF_GLOO = re.compile(r":?\s*\[[^]]*gloo/[^]]*\].*")
 """What gloo says of a lost connection, with its own source file and line."""
 
 
+Placing = Literal["cluster", "spread"]
+"""What one host has: the stages of a replica, or the replicas of a stage."""
+
+
 class PipelineMesh:
     """Position of this rank, and the process groups along both dimensions.
 
-    Stages of one replica have consecutive ranks. `stage` and `replica` are 0 until `join`.
+    Stages of one replica have consecutive ranks, unless several hosts are placed otherwise. `stage` and `replica` are 0
+    until `join`.
     """
 
-    def __init__(self, *, stages: int, replicas: int) -> None:
+    def __init__(self, *, stages: int, replicas: int, placement: Literal["auto"] | Placing = "auto") -> None:
         self.stages, self.replicas = stages, replicas
+        self.placement = placement
         self.stage = self.replica = 0
+        self.placed: Placing = "cluster"
+        """The present placement; for `auto` it is `cluster` until ranks are placed by what the task sends."""
+        self.grid = [[replica * stages + stage for stage in range(stages)] for replica in range(replicas)]
+        """The rank of each stage of each replica."""
+        self.hosts = HostLayout((tuple(range(stages * replicas)),))
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._own_groups = OwnGroups(timedelta())
 
@@ -63,16 +76,39 @@ class PipelineMesh:
                 f"but there are {dist.get_world_size()}."
             )
         self._own_groups = OwnGroups(timeout)
-        self.replica, self.stage = divmod(dist.get_rank(), stages)
+        if stages > 1 and replicas > 1:
+            names: list[str] = [""] * dist.get_world_size()
+            dist.all_gather_object(names, host_name())
+            self.hosts = HostLayout.of(names)
+        self.placed = "cluster"
+        if self.placement != "auto":
+            self.placed = self.placement
+            self.grid = rank_grid(self.hosts, stages=stages, replicas=replicas, placement=self.placed)
+        self._create_groups()
+
+    @property
+    def has_choice(self) -> bool:
+        """True if the placement decides what is sent between hosts, whose ranks follow each other."""
+        ranks = [rank for of_host in self.hosts.ranks for rank in of_host]
+        return len(self.hosts.ranks) > 1 and self.stages > 1 and self.replicas > 1 and ranks == sorted(ranks)
+
+    def place(self, placement: Placing) -> None:
+        """Place the ranks otherwise, in new process groups. Collective over all ranks."""
+        self.leave()
+        self.placed = placement
+        self.grid = rank_grid(self.hosts, stages=self.stages, replicas=self.replicas, placement=placement)
+        self._create_groups()
+
+    def _create_groups(self) -> None:
+        self.replica, self.stage = self.position(dist.get_rank())
         # Every rank creates every group, in the same order.
-        stage_groups = [
-            self._own_groups.new([number * stages + other for other in range(stages)], backend="gloo")
-            for number in range(replicas)
-        ]
-        replica_groups = [
-            self._own_groups.new([number * stages + other for number in range(replicas)]) for other in range(stages)
-        ]
+        stage_groups = [self._own_groups.new(ranks, backend="gloo") for ranks in self.grid]
+        replica_groups = [self._own_groups.new([ranks[stage] for ranks in self.grid]) for stage in range(self.stages)]
         self._groups = stage_groups[self.replica], replica_groups[self.stage]
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """Return the replica and the stage of a rank."""
+        return next((replica, ranks.index(rank)) for replica, ranks in enumerate(self.grid) if rank in ranks)
 
     def leave(self, *, destroy: bool = True) -> None:
         """Leave the process groups, and end their threads; without `destroy` other ranks may still wait in them."""
@@ -85,7 +121,7 @@ class PipelineMesh:
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
-                group = self._own_groups.new([replica * self.stages + stage for stage in stages])
+                group = self._own_groups.new([self.grid[replica][stage] for stage in stages])
                 if replica == self.replica:
                     groups[stages] = group
         return groups
@@ -101,6 +137,68 @@ class PipelineMesh:
         state = torch.get_rng_state()
         dist.broadcast(state, group=self.stage_group, group_src=0)
         torch.set_rng_state(state)
+
+
+def rank_grid(hosts: HostLayout, *, stages: int, replicas: int, placement: Placing) -> list[list[int]]:
+    """Return the rank of each stage of each replica.
+
+    Two hosts with two ranks each, two stages and two replicas::
+
+        cluster    replica 0  0 1    host 0        spread    replica 0  0 2
+                   replica 1  2 3    host 1                  replica 1  1 3
+                                                             host       0 1
+
+    Raises UserError for hosts whose ranks have an order in which groups of them would not be in rank order.
+    """
+    ranks = [rank for of_host in hosts.ranks for rank in of_host]
+    if placement == "cluster":
+        grid = [ranks[replica * stages : (replica + 1) * stages] for replica in range(replicas)]
+    else:
+        grid = [ranks[replica::replicas] for replica in range(replicas)]
+    columns = [[of_replica[stage] for of_replica in grid] for stage in range(stages)]
+    if any(group != sorted(group) for group in [*grid, *columns]):
+        raise UserError(
+            f"the ranks of the hosts are {', '.join(map(str, hosts.ranks))}, in which no stages can be placed. Start "
+            "the ranks of each host one after the other, as torchrun does."
+        )
+    return grid
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """Bytes that all hosts together send to other hosts in one step with a placement of ranks."""
+
+    placement: str
+    activations: int
+    """Activations and their gradients, between stages."""
+    gradients: int
+    """Gradients of parameters, between replicas."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of both kinds."""
+        return self.activations + self.gradients
+
+
+def traffic_of(
+    mesh: PipelineMesh, placement: Placing, *, between_stages: Mapping[tuple[int, int], int], gradients: Sequence[int]
+) -> HostTraffic:
+    """Return what a step sends between hosts with a placement.
+
+    `between_stages` has the bytes between two ranks of a replica, by their stages, and `gradients` those of each stage,
+    of which every host of its replicas but one sends its sum, and receives that of all.
+    """
+    grid = rank_grid(mesh.hosts, stages=mesh.stages, replicas=mesh.replicas, placement=placement)
+    host_of = {rank: host for host, ranks in enumerate(mesh.hosts.ranks) for rank in ranks}
+    activations = sum(
+        size
+        for ranks in grid
+        for (source, destination), size in between_stages.items()
+        if host_of[ranks[source]] != host_of[ranks[destination]]
+    )
+    counts = [len({host_of[ranks[stage]] for ranks in grid}) for stage in range(mesh.stages)]
+    exchanged = sum(2 * (count - 1) * size for count, size in zip(counts, gradients, strict=True))
+    return HostTraffic(placement, activations, exchanged)
 
 
 class PipelineCollectives(ProcessGroupCollectives):

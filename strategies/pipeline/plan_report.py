@@ -11,6 +11,7 @@ from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .graph import TracedGraph
 from .memory import RankMemory
+from .mesh import HostTraffic
 from .partition import Partition
 from .schedules import FORWARD, Span, idle_share
 from .stage import stage_graphs
@@ -41,10 +42,18 @@ class PlanReport:
     measured: bool
     memory: tuple[RankMemory, ...] = ()
     """Of each rank of a replica."""
+    traffic: tuple[HostTraffic, ...] = ()
+    """Of each placement on several hosts, first the chosen one."""
 
     @classmethod
     def of(
-        cls, graph: TracedGraph, partition: Partition, *, bubble: float, memory: Sequence[RankMemory] = ()
+        cls,
+        graph: TracedGraph,
+        partition: Partition,
+        *,
+        bubble: float,
+        memory: Sequence[RankMemory] = (),
+        traffic: Sequence[HostTraffic] = (),
     ) -> PlanReport:
         """Return the summary of a partition; `bubble` is the idle share of the schedule with equal stages."""
         bounds = partition.bounds(len(graph.nodes))
@@ -68,7 +77,7 @@ class PlanReport:
                     sum(graph.values[transfer.value].num_bytes for transfer in pieces[index].receives),
                 )
             )
-        return cls(tuple(stages), partition.replicated, bubble, graph.measured, tuple(memory))
+        return cls(tuple(stages), partition.replicated, bubble, graph.measured, tuple(memory), tuple(traffic))
 
     @property
     def imbalance(self) -> float:
@@ -97,12 +106,20 @@ class PlanReport:
         if self.memory:
             names = ("rank", "parameters", "gradients", "optimizer", "activations", "micro-batches", "peak memory")
             lines += ["", *_aligned([names, *map(_memory_row, self.memory)], ">>>>>>>")]
+        if self.traffic:
+            titles = ("placement", "activations", "gradients", "sent between hosts in a step")
+            lines += ["", *_aligned([titles, *map(_traffic_row, self.traffic)], "<>>>")]
+            lines.append(f"placement={self.traffic[0].placement} is used")
         return "\n".join(lines)
 
 
 def _memory_row(rank: RankMemory) -> tuple[str, ...]:
     sizes = map(in_units, (rank.parameters, rank.gradients, rank.optimizer, rank.activations))
     return str(rank.rank), *sizes, str(rank.in_flight), in_units(rank.peak)
+
+
+def _traffic_row(traffic: HostTraffic) -> tuple[str, ...]:
+    return traffic.placement, *map(in_units, (traffic.activations, traffic.gradients, traffic.total))
 
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

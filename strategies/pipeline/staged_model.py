@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -21,7 +22,7 @@ from trainkit.tree import tensors_in, to_device
 from .attributes import StageAttributes
 from .graph import Signature, Step, TracedGraph, signature
 from .memory import TrainingMemory, rank_memories
-from .mesh import PipelineMesh
+from .mesh import HostTraffic, PipelineMesh, Placing, traffic_of
 from .partition import MemoryCosts, SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
@@ -85,13 +86,31 @@ class StagedModel:
         if self.placement is None:
             self._restored = state.get("pipeline", self._restored)
 
-    def report(self, task: nn.Module, steps: Iterable[str], training: TrainingMemory) -> PlanReport:
+    def report(self, task: nn.Module, steps: Iterable[str], training: TrainingMemory, mesh: PipelineMesh) -> PlanReport:
         """Return the stages with their costs, the memory of the ranks, and the idle share of the schedule."""
         assert self.plan is not None
         parts = zip(self.plan.steps, self.plan.partitions, strict=True)
         memory = rank_memories(task, dict(zip(steps, parts, strict=True)), self.schedule, training)
         bubble = self.schedule.bubble(training.num_micro_batches)
-        return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble, memory=memory)
+        traffic = self._traffic(mesh, training.num_micro_batches, [rank.gradients for rank in memory])
+        return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble, memory=memory, traffic=traffic)
+
+    def _traffic(self, mesh: PipelineMesh, num_micro_batches: int, gradients: Sequence[int]) -> list[HostTraffic]:
+        """Return what each placement sends between hosts, the present one first; nothing if there is no choice."""
+        if not mesh.has_choice:
+            return []
+        assert self.plan is not None
+        sent: dict[tuple[int, int], int] = defaultdict(int)
+        for graph, partition in zip(self.plan.steps, self.plan.partitions, strict=True):
+            bounds = partition.bounds(len(graph.nodes))
+            ranks = [index % mesh.stages for index in range(len(bounds))]
+            for transfer in (each for stage in stage_graphs(graph, bounds, ranks) for each in stage.sends):
+                both_ways = 1 + transfer.differentiable
+                size = graph.values[transfer.value].num_bytes * num_micro_batches * both_ways
+                sent[ranks[transfer.source], ranks[transfer.destination]] += size
+        placements: tuple[Placing, Placing] = ("cluster", "spread")
+        found = [traffic_of(mesh, placement, between_stages=sent, gradients=gradients) for placement in placements]
+        return found[::-1] if mesh.placed == "spread" else found
 
     @property
     def _settings(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -69,13 +69,15 @@ class PipelineStrategy(MultiProcessStrategy):
     Args:
         stages: Number of pipeline stages (processes per replica).
         replicas: Copies of the task, which train on different samples.
+        placement: What each of several hosts has: `cluster` (the stages of a replica), `spread` (the replicas of a
+            stage), or `auto` (what sends fewer bytes between hosts in a step).
         schedule: `gpipe` or `simple` (all forwards first), `1f1b` or `interleaved` (each backward as soon as
             possible), `interleaved_1f1b` (`1f1b` with several stages per rank).
         stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
-        split_points: Names of the modules that begin the second and later stages; by default found from the cost of
-            each module.
         max_in_flight: Most micro-batches that a rank keeps between forward and backward, for less memory and more idle
             time; by default as many as the schedule has.
+        split_points: Names of the modules that begin the second and later stages; by default found from the cost of
+            each module.
         shared_parameters: Placement of a parameter that several nodes of the step use, such as tied embeddings:
             `same_stage` (all its users are in one stage), `replicated` (each stage that uses it has a copy, and
             gradients are summed), `auto` (`same_stage`, unless that is much slower).
@@ -105,12 +107,13 @@ class PipelineStrategy(MultiProcessStrategy):
         *,
         stages: int = 2,
         replicas: int = 1,
+        placement: Literal["auto", "cluster", "spread"] = "auto",
         schedule: str = "1f1b",
         stages_per_rank: int = 2,
+        max_in_flight: int | None = None,
         split_points: Sequence[str] | None = None,
         shared_parameters: SharedParameters = "auto",
         balance: str | float = "speed",
-        max_in_flight: int | None = None,
         trace: str = "auto",
         device: str = "auto",
         accumulate: int | None = None,
@@ -137,7 +140,8 @@ class PipelineStrategy(MultiProcessStrategy):
         if max_in_flight is not None:
             _check_in_flight(name, max_in_flight, needed=most_in_flight(stages, stages_per_rank))
         self.schedule = Schedule(name, stages, stages_per_rank if name == "interleaved_1f1b" else 1, max_in_flight)
-        self.mesh = PipelineMesh(stages=stages, replicas=replicas)
+        check_name("placement", placement, ("auto", "cluster", "spread"))
+        self.mesh = PipelineMesh(stages=stages, replicas=replicas, placement=placement)
         self.staged_model = StagedModel(
             schedule=self.schedule,
             split_points=split_points,
@@ -163,15 +167,20 @@ class PipelineStrategy(MultiProcessStrategy):
         return self.mesh.stages * self.mesh.replicas
 
     def rank_name(self, process: int) -> str:
-        replica, stage = divmod(process, self.mesh.stages)
+        replica, stage = self.mesh.position(process)
         return f"rank {process}, stage {stage} of replica {replica}"
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, with nothing partitioned; collective."""
         super().setup(precision)
+        self.mesh.join(timeout=timedelta(seconds=self.ranks.timeout_seconds))
+        self._of_all_ranks = self.comm
+        self._take_place()
+
+    def _take_place(self) -> None:
+        """Take this rank's place in the mesh, with nothing partitioned."""
         mesh = self.mesh
-        mesh.join(timeout=timedelta(seconds=self.ranks.timeout_seconds))
-        self.comm = PipelineCollectives(self.comm, mesh, step=lambda: self._steps)
+        self.comm = PipelineCollectives(self._of_all_ranks, mesh, step=lambda: self._steps)
         errors = PipelineErrors(
             self.comm.failure_store or FailureStore(mesh.stage_group, token="pipeline"),
             name=f"stage {mesh.stage} of replica {mesh.replica}",
@@ -181,6 +190,23 @@ class PipelineStrategy(MultiProcessStrategy):
         self.staged_model.clear()
         self.state = PipelineState()
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
+
+    def place_ranks(self, task: TaskModule, source: StageData) -> bool:
+        """Place ranks on hosts so that a step sends fewer bytes between them; return True if ranks have moved.
+
+        Collective. The main rank plans the first batch of `source`.
+        """
+        if self.mesh.placement != "auto" or not self.mesh.has_choice:
+            return False
+        best = "cluster"
+        if self.comm.is_main and not is_deferred(task):
+            with suppress(UserError):  # which training will raise
+                best = min(self._plan_alone(task, source).traffic, key=lambda row: row.total).placement
+        if self.comm.broadcast_object(best) == "cluster":
+            return False
+        self.mesh.place("spread")
+        self._take_place()
+        return True
 
     def publish_failure(self, why: str) -> None:
         if hasattr(self, "runtime"):
@@ -312,7 +338,7 @@ class PipelineStrategy(MultiProcessStrategy):
         optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
         self.state.keep_local(task, optimizers, placement, group=mesh.stage_group, device=device)
         mesh.sync_rng()
-        self.plan_report = report = self.staged_model.report(task, steps, training)
+        self.plan_report = report = self.staged_model.report(task, steps, training, mesh)
         if self.comm.is_main and self._phase_optimizers and self.log_dir is not None:
             print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
             write_plan(report, self.log_dir)
@@ -320,11 +346,6 @@ class PipelineStrategy(MultiProcessStrategy):
             logger.info("pipeline:\n%s", report)
         return placement
 
-    # ---- Phases
-
-    def check_phases(self, task: TaskModule) -> None:
-        """Raise UserError for phases with replicated parameters, which are not supported together."""
-        if self.staged_model.shared_parameters == "replicated":
     def _training_memory(self, task: TaskModule, num_micro_batches: int) -> TrainingMemory:
         optimizers = {
             step_key(phase, phase_optimizer.step_name): phase_optimizer
@@ -333,6 +354,11 @@ class PipelineStrategy(MultiProcessStrategy):
         replicas = self.mesh.replicas
         return TrainingMemory.of(task, optimizers, num_micro_batches=num_micro_batches, replicas=replicas)
 
+    # ---- Phases
+
+    def check_phases(self, task: TaskModule) -> None:
+        """Raise UserError for phases with replicated parameters, which are not supported together."""
+        if self.staged_model.shared_parameters == "replicated":
             raise UserError(
                 f"{type(task).__name__} has phases, and strategy.shared_parameters=replicated would copy parameters "
                 "that several stages use. With phases each parameter is in one stage: type "
@@ -516,7 +542,12 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def shards(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> ShardedState | None:
         optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
-        return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=self.comm.all_gather_object)
+
+        def all_gather(value: Any) -> list[Any]:
+            of_ranks = self.comm.all_gather_object(value)
+            return [of_ranks[rank] for rank in self.mesh.grid[self.mesh.replica]]
+
+        return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=all_gather)
 
     def strategy_state(self) -> dict[str, Any]:
         """Return the partition, which a resumed run repeats."""
@@ -546,29 +577,34 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
         """Return the number of stages for training on `source`, their table and a drawing; the task stays whole."""
-        alone: Strategy = self
-        alone.comm = Collectives(world_size=self.mesh.replicas)
         self.precision = precision
         precision.setup(self.device)
-        precision.prepare(task)
+        report = self._plan_alone(task, source)
+        return f"{len(report.stages)} stages\n{report}\n\n{draw_stages(report)}"
+
+    def _plan_alone(self, task: TaskModule, source: StageData) -> PlanReport:
+        """Return the plan for training on `source`, without other ranks; the task stays whole."""
+        alone: Strategy = self
+        comm, alone.comm = self.comm, Collectives(world_size=self.mesh.replicas)
+        self.precision.prepare(task)
         self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if has_phases(task):
             self.check_phases(task)
         phases = configure_optimizers(  # the partition does not depend on clipping and steps
-            task, clip=GradientClipping(), precision=precision, total_steps=1000, fused=False, skip=False
+            task, clip=GradientClipping(), precision=self.precision, total_steps=1000, fused=False, skip=False
         )
         self._phase_optimizers = {phase_optimizer.phase: phase_optimizer for phase_optimizer in phases}
-        step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
-        first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
         try:
-            steps, batch = self._training_steps(task), first.micro_batches[0].batch
+            step_batches = open_loader(source, alone, seed=0).step_batches(0, 0)
+            first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
+            steps, batch = self._training_steps(task), to_device(first.micro_batches[0].batch, torch.device("cpu"))
             training = self._training_memory(task, len(first.micro_batches))
             self.staged_model.plan = self.staged_model.make_plan(task.train(), steps, batch, self.device, training)
-            report = self.staged_model.report(task, steps, training)
-            return f"{len(report.stages)} stages\n{report}\n\n{draw_stages(report)}"
+            return self.staged_model.report(task, steps, training, self.mesh)
         finally:
             self.end_phases()
             self._phase_optimizers = {}
+            self.comm = comm
 
 
 def _check_in_flight(schedule: str, limit: int, *, needed: int) -> None:

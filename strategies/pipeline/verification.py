@@ -161,7 +161,8 @@ class Verification:
         self._found.add_gradients({k: each for k, each in self._trained.items() if placement.is_held(k, stage)})
         counted = (k for k in sorted(self._changed) if k in placement.holders and placement.counted(k, stage))
         self._found.add_state(self._task, counted)
-        records = comm.all_gather_object((name, self._found, self._expected))
+        of_ranks = comm.all_gather_object((name, self._found, self._expected))
+        records = [of_ranks[rank] for ranks in self._mesh.grid for rank in ranks]
         found = [(rank, record) for rank, record, _ in records]
         expected = [record for _, _, record in records[:: self._mesh.stages]]  # those of the first stages
         check_equal(self._executor.graph, found, expected, step=self._step)

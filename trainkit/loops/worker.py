@@ -33,7 +33,7 @@ from trainkit.run_dir.failure import record_failure, warnings_kept
 from trainkit.run_dir.folder import clear_summary, make_run_dir, write_config, write_environment, write_summary
 from trainkit.run_dir.lock import lock_run_dir
 from trainkit.signals import EXIT_CODES, StopSignals
-from trainkit.strategy import PreparesSteps, StartsRanks, Strategy
+from trainkit.strategy import PlacesRanks, PreparesSteps, StartsRanks, Strategy
 from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def run_on_rank(
 
 def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop:
     """Prepare task, optimizer and data on this rank, and restore a resumed run; collective."""
+    if isinstance(run.strategy, PlacesRanks) and run.strategy.place_ranks(run.task, run.data.stage_data("train")):
+        seed_everything(config.seed + run.strategy.comm.rank)
     validation = _prepare_data(run, config)
     _prepare_task(run, config)
     run.validates = validation is not None
