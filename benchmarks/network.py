@@ -2,12 +2,17 @@
 
     python benchmarks/network.py                                           2 and 4 hosts with 1 and 2 ranks each
     python benchmarks/network.py --hosts 2 --ranks 2 --rate 1000 --models gpt4 --contenders wire torch_ddp ddp
+    python benchmarks/network.py --hosts 2 --ranks 1 --contenders pipeline
 
 Hosts are Linux namespaces (hosts.py), which need root. All contenders live in the same processes and take turns step by
 step. `wire` sends over plain sockets what every host must send at least, 2 (H-1)/H of the gradients; headers (4.5 % at
 1500 bytes a packet) and confirmations are what it takes above the least time, which is these bytes divided by the rate.
 Times are medians of the slowest rank; bytes are those of the host that sends most, counted by its network device,
 without the headers of Ethernet, IP and TCP.
+
+`pipeline` has one stage on each host, and replicas of it on the ranks of the host, so that activations alone go between
+hosts. Its row has the idle share of the ranks beside that of the schedule with equal stages, and beside what the wire
+must take of a step: one micro-batch to the last stage and back, and what does not fit beside the computation.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ from hosts import PORT, Hosts, become_bridge, why_no_hosts
 from torch import Tensor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.schedules import idle_share
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
@@ -40,7 +47,8 @@ from strategies import Runner
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.strategy import Strategy
 
-WIRE = "wire"
+WIRE, PIPELINE = "wire", "pipeline"
+MICRO_BATCHES = 8  # of a step of the pipeline
 CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
     "torch_ddp best": lambda: TorchDDPStrategy(device="cpu", static_graph=True),
@@ -101,6 +109,47 @@ class Wire:
         thread.join()
 
 
+class Pipeline(Runner):
+    """A pipeline with one stage on each host, which trains on the inputs of all ranks."""
+
+    def __init__(self, task: Model, everything: Tensor) -> None:
+        replicas = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.pipeline = PipelineStrategy(
+            stages=dist.get_world_size() // replicas,
+            replicas=replicas,
+            placement="spread",
+            device="cpu",
+            verify="off",
+            accumulate=MICRO_BATCHES,
+        )
+        super().__init__(self.pipeline, task, num_samples=len(everything))
+        own = everything[self.pipeline.comm.rank :: replicas]
+        batches = [MicroBatch([chunk], len(chunk)) for chunk in own.chunk(MICRO_BATCHES)]
+        self.step_batch = StepBatch(batches, len(everything), len(own), False)
+        self.idle: list[float] = []
+        self.busy: list[float] = []
+
+    def note_idle(self) -> None:
+        """Note how long the ranks computed in the last step. Collective."""
+        spans = self.pipeline.runtime.timeline()
+        self.idle.append(idle_share(spans))
+        self.busy.append(max(sum(span.end - span.start for span in row) for row in spans))
+
+    def figures(self) -> dict[str, float]:
+        """Return the shares of a step, and bytes of one micro-batch between two stages. Collective."""
+        assert self.pipeline.plan_report is not None
+        num_micro_batches = len(self.step_batch.micro_batches)
+        figures = {
+            "idle": statistics.median(self.idle[WARM_UP:]),
+            "formula": self.pipeline.schedule.bubble(num_micro_batches),
+            "busy": statistics.median(self.busy[WARM_UP:]),
+            "micro_batches": num_micro_batches,
+            "message_bytes": max(stage.received_bytes for stage in self.pipeline.plan_report.stages),
+        }
+        self.pipeline.state.make_whole(self.task)
+        return figures
+
+
 def payload_sent() -> int:
     """Return the bytes that this host has sent so far, without headers."""
     counters = Path("/sys/class/net/eth0/statistics")
@@ -119,11 +168,17 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     (inputs,) = task.batch(0)
     step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs) * world_size, len(inputs), False)
     num_bytes = sum(parameter.nbytes for parameter in task.parameters())
+    everything = [torch.empty_like(inputs) for _ in range(world_size)]
+    dist.all_gather(everything, inputs)
     runners: dict[str, Runner] = {}
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
         if name == WIRE:
             steps[name] = Wire(num_bytes).step
+            continue
+        if name == PIPELINE:
+            runners[name] = Pipeline(task, torch.cat(everything))
+            steps[name] = runners[name].step
             continue
         runners[name] = runner = Runner(CONTENDERS[name](), task, num_samples=len(inputs) * world_size)
         runner.step_batch = step_batch
@@ -138,6 +193,8 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
             steps[name]()
             taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
             dist.barrier()
+            if isinstance(runner := runners.get(name), Pipeline):
+                runner.note_idle()
             of_ranks = torch.zeros(world_size, dtype=torch.int64)
             of_ranks[rank] = payload_sent() - before
             dist.all_reduce(taken, dist.ReduceOp.MAX)
@@ -145,8 +202,7 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
             if turn >= WARM_UP:
                 seconds[name].append(taken.item())
                 sent[name].append(of_ranks[::ranks])  # ranks of a host count on the same device
-    everything = [torch.empty_like(inputs) for _ in range(world_size)]
-    dist.all_gather(everything, inputs)
+    figures = {name: runner.figures() for name, runner in runners.items() if isinstance(runner, Pipeline)}
     single = Runner(SingleStrategy(device="cpu"), task, num_samples=len(inputs) * world_size)
     single.step_batch = StepBatch(
         [MicroBatch([torch.cat(everything)], len(inputs) * world_size)], len(inputs) * world_size, len(inputs), False
@@ -159,6 +215,7 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
             "seconds": seconds[name],
             "bytes": torch.stack(sent[name]).double().median(dim=0).values.tolist(),
             "difference": difference(runners[name].task, single.task, task) if name in runners else 0.0,
+            **figures.get(name, {}),
         }
         for name in names
     }
@@ -212,6 +269,9 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
     rows = found["contenders"]
     medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
     for name, row in rows.items():
+        if name == PIPELINE:
+            show_pipeline(row, hosts=hosts, megabits=megabits)
+            continue
         low, _, high = statistics.quantiles(row["seconds"], n=4)
         to_stock = f"{medians[name] / medians['torch_ddp']:.2f}" if "torch_ddp" in medians else ""
         most = max(row["bytes"])
@@ -222,6 +282,16 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
         )
 
 
+def show_pipeline(row: dict[str, Any], *, hosts: int, megabits: float) -> None:
+    """Print a pipeline's seconds a step, its idle share, and what the schedule and the wire must take of it."""
+    seconds, message = statistics.median(row["seconds"]), 8 * row["message_bytes"] / 1e6 / megabits
+    unhidden = 2 * (hosts - 1) * message + max(0.0, row["micro_batches"] * message - row["busy"])
+    print(
+        f"  {PIPELINE:<16}{seconds:>9.3f} s a step, {max(row['bytes']) / 1e6:.2f} MB sent; idle {row['idle']:.1%}, "
+        f"formula {row['formula']:.1%}, the wire must take {unhidden / seconds:.1%}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4])
@@ -229,7 +299,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200, help="Mbit/s of the link of a host, in each direction")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=["mlp5"], choices=list(MODELS))
-    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, *CONTENDERS])
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, PIPELINE, *CONTENDERS])
     parser.add_argument("--json", action="store_true", help="print the figures instead of tables")
     parser.add_argument("--role", choices=("caller", "bridge", "host"), default="caller", help=argparse.SUPPRESS)
     options = parser.parse_args()
