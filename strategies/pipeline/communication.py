@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,18 @@ from trainkit.metrics.step_output import StepOutput
 from .schedules import Action
 
 HEADER_TAG = 1 << 28
+FLAG_TAG = 1 << 27
+
+
+class Lane(NamedTuple):
+    """A way of messages from one stage to another, in the order of the actions on both."""
+
+    source: int
+    destination: int
+    kind: str
+    """`FORWARD` for activations, `BACKWARD` for gradients."""
+    ranks: tuple[int, int]
+    """The stage ranks that send and receive."""
 
 
 @dataclass(slots=True)
@@ -57,7 +70,7 @@ class StageChannel:
         self._sending: list[_Sending] = []
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
 
-    def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None) -> None:
+    def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
         """Start sending; the tensor stays in memory until `user`, the action that needs it, is known to have it.
 
         Without a user it stays until `finish`: gloo does not tell when a tensor is sent unless one waits for it.
@@ -82,14 +95,18 @@ class StageChannel:
                 kept.append(sending)
         self._sending = kept
 
-    def send_gradient(self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int, user: Action) -> None:
+    def send_gradient(
+        self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int, user: Action, lane: Lane | None = None
+    ) -> None:
         """Start sending the gradient of a tensor, or the sign of a missing one."""
         if gradient is None and to == self._rank:
             self._local[tag].append(None)
             return
         self.send(missing_gradient(of) if gradient is None else gradient, to=to, tag=tag, user=user)
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int) -> PendingReceive:
+    def expect(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int, lane: Lane | None = None
+    ) -> PendingReceive:
         """Start receiving in the background what rank `source` sends with `tag`, and return the pending receive."""
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
@@ -98,6 +115,12 @@ class StageChannel:
             return PendingReceive(tensor, None, None, self._device)
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
         return PendingReceive(tensor, work, None, self._device)
+
+    def expect_gradient(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int, lane: Lane | None = None
+    ) -> PendingReceive:
+        """Start receiving a gradient in the background, or the sign of a missing one."""
+        return self.expect(shape, dtype, source=source, tag=tag, lane=lane)
 
     def send_header(self, header: Any, *, to: int, tag: int) -> None:
         """Start sending a small object."""
@@ -115,6 +138,72 @@ class StageChannel:
         """Wait until everything is sent."""
         while self._sending:
             self._sending.pop(0).wait()
+
+
+class DeviceChannel(StageChannel):
+    """A channel whose tensors stay on the device: each lane is a process group of two ranks, such as one of NCCL.
+
+    NCCL has no tags, and its messages in one group wait for each other: both directions in one group could hang.
+    Whether there is a gradient goes through host memory, so that nothing waits for the device. What has no lane, such
+    as the messages of evaluations, goes as in `StageChannel`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, rank: int, device: torch.device, lanes: Mapping[Lane, dist.ProcessGroup]
+    ):
+        super().__init__(group, rank=rank, device=device)
+        self._lanes = lanes
+
+    def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
+        if lane is None or lane not in self._lanes or tensor.numel() == 0:
+            super().send(tensor, to=to, tag=tag, user=user)
+            return
+        tensor = tensor.contiguous()
+        self._sending.append(_Sending(self._start(dist.isend, tensor, lane), tensor, to, user))
+
+    def send_gradient(
+        self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int, user: Action, lane: Lane | None = None
+    ) -> None:
+        if lane is None or lane not in self._lanes:
+            super().send_gradient(gradient, of=of, to=to, tag=tag, user=user)
+            return
+        super().send(torch.tensor([gradient is not None]), to=to, tag=FLAG_TAG + tag, user=user)
+        if gradient is not None:
+            self.send(gradient, to=to, tag=tag, user=user, lane=lane)
+
+    def expect(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int, lane: Lane | None = None
+    ) -> PendingReceive:
+        if lane is None or lane not in self._lanes or 0 in shape:
+            return super().expect(shape, dtype, source=source, tag=tag)
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        return PendingReceive(tensor, self._start(dist.irecv, tensor, lane), None, self._device)
+
+    def expect_gradient(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int, lane: Lane | None = None
+    ) -> PendingReceive:
+        if lane is None or lane not in self._lanes:
+            return super().expect_gradient(shape, dtype, source=source, tag=tag)
+        flag = super().expect((1,), torch.bool, source=source, tag=FLAG_TAG + tag)
+        receive = partial(self.expect, shape, dtype, source=source, tag=tag, lane=lane)
+        return _PendingGradient(None, None, None, self._device, flag, receive)
+
+    def _start(self, operation: Callable[..., Any], tensor: Tensor, lane: Lane) -> dist.Work:
+        group = self._lanes[lane]
+        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=1 - group.rank())])
+        return work
+
+
+@dataclass(slots=True)
+class _PendingGradient(PendingReceive):
+    """A gradient of which a flag in host memory comes first, and which is received only if there is one."""
+
+    flag: PendingReceive
+    receive: Callable[[], PendingReceive]
+
+    def open_gradient(self, what: str) -> Tensor | None:
+        self.flag.device = torch.device("cpu")
+        return self.receive().open(what) if self.flag.open(what).item() else None
 
 
 @dataclass(frozen=True, slots=True)

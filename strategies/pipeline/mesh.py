@@ -19,6 +19,7 @@ from trainkit.errors import UserError, add_note
 
 from ..host_layout import HostLayout, host_name
 from ..own_groups import OwnGroups
+from .communication import Lane
 
 T = TypeVar("T")
 
@@ -124,6 +125,17 @@ class PipelineMesh:
                 group = self._own_groups.new([self.grid[replica][stage] for stage in stages])
                 if replica == self.replica:
                     groups[stages] = group
+        return groups
+
+    def lane_groups(self, lanes: Iterable[Lane], *, backend: str) -> dict[Lane, dist.ProcessGroup]:
+        """Return the group of each lane that begins or ends at this rank. Collective over all ranks."""
+        groups = {}
+        wanted = sorted(lanes)
+        for replica, ranks in enumerate(self.grid):
+            for lane in wanted:
+                group = self._own_groups.new([ranks[stage] for stage in lane.ranks], backend=backend)
+                if replica == self.replica and self.stage in lane.ranks:
+                    groups[lane] = group
         return groups
 
     def max_over_stages(self, tensor: Tensor) -> Tensor:

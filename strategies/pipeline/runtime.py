@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.distributed.collectives import gather
@@ -16,7 +17,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
 from trainkit.tree import map_tensors, tensors_in
 
-from .communication import OutputBroadcast, PendingReceive, StageChannel
+from .communication import DeviceChannel, Lane, OutputBroadcast, PendingReceive, StageChannel
 from .graph import Signature, Step, signature
 from .mesh import PipelineErrors, PipelineMesh
 from .schedules import BACKWARD, FORWARD, Action, Span
@@ -47,6 +48,10 @@ class PipelineRuntime:
         self._channel = StageChannel(mesh.stage_group, rank=mesh.stage, device=device)
         self._outputs = OutputBroadcast(mesh.stage_group, rank=mesh.stage, device=device)
         self._device = device
+
+    def connect(self, lanes: Mapping[Lane, dist.ProcessGroup]) -> None:
+        """Send the tensors of these lanes from device to device, and others through host memory."""
+        self._channel = DeviceChannel(self._group, rank=self._stage, device=self._device, lanes=lanes)
 
     def train(
         self,
@@ -191,7 +196,9 @@ class StepRun:
         shape, dtype = shapes[transfer.value], self.executor.graph.values[transfer.value].dtype
         assert shape is not None
         source = self.executor.stage_graphs[other].rank
-        return self.channel.expect(shape, dtype, source=source, tag=self._tag(transfer, kind))
+        expect = self.channel.expect if kind == FORWARD else self.channel.expect_gradient
+        lane = lane_of(self.executor, transfer, kind)
+        return expect(shape, dtype, source=source, tag=self._tag(transfer, kind), lane=lane)
 
     def _received_from(self, stage: int, action: Action) -> None:
         """Drop what was sent to the rank of `stage` for actions before that by which it has answered now."""
@@ -211,7 +218,8 @@ class StepRun:
             )
         to = self.executor.stage_graphs[transfer.destination].rank
         user = Action(FORWARD, transfer.destination, action.micro_batch)
-        self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD), user=user)
+        lane = lane_of(self.executor, transfer, FORWARD)
+        self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD), user=user, lane=lane)
 
     def _tag(self, transfer: Transfer, kind: str) -> int:
         """Return a tag for each value and direction; within one tag, micro-batches keep their order."""
@@ -315,8 +323,26 @@ class StepRun:
         for transfer, tensor in inputs:
             to, tag = self.executor.stage_graphs[transfer.source].rank, self._tag(transfer, BACKWARD)
             user = Action(BACKWARD, transfer.source, action.micro_batch)
-            self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag, user=user)
+            lane = lane_of(self.executor, transfer, BACKWARD)
+            self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag, user=user, lane=lane)
         return start
+
+
+def lane_of(executor: StageExecutor, transfer: Transfer, kind: str) -> Lane:
+    """Return the lane of a transfer, or of its gradient, which goes back."""
+    source, destination = transfer.source, transfer.destination
+    if kind == BACKWARD:
+        source, destination = destination, source
+    stages = executor.stage_graphs
+    return Lane(source, destination, kind, (stages[source].rank, stages[destination].rank))
+
+
+def lanes_of(executor: StageExecutor) -> set[Lane]:
+    """Return the lanes between different ranks of a training step."""
+    transfers = [transfer for stage_graph in executor.stage_graphs for transfer in stage_graph.sends]
+    found = {lane_of(executor, transfer, FORWARD) for transfer in transfers}
+    found |= {lane_of(executor, transfer, BACKWARD) for transfer in transfers if transfer.differentiable}
+    return {lane for lane in found if lane.ranks[0] != lane.ranks[1]}
 
 
 def _description(action: Action, other: int) -> str:

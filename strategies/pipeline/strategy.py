@@ -32,6 +32,7 @@ from trainkit.strategy import Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, has_phases
 from trainkit.tree import map_tensors, to_device
 
+from ..host_layout import host_name
 from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
 from .gradients import StageGradients
 from .graph import Step
@@ -40,7 +41,7 @@ from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
-from .runtime import PipelineRuntime, ReadLoss
+from .runtime import PipelineRuntime, ReadLoss, lanes_of
 from .schedules import SCHEDULES, SYNONYMS, Schedule, most_in_flight
 from .stage import Placement
 from .stage_executor import StageExecutor, in_precision
@@ -93,7 +94,8 @@ class PipelineStrategy(MultiProcessStrategy):
             a number. A difference ends the run with the name of the first call that differs.
         record_timeline: Write the actions of all ranks in the last step to the run folder, for the report.
         timeout_seconds: Seconds to wait for another rank.
-        backend: Backend between replicas: `auto` (gloo or nccl), or one of torch.distributed; stages use gloo.
+        backend: Backend between replicas: `auto` (gloo or nccl), or one of torch.distributed. Stages use gloo, or with
+            `nccl` and a device for each rank NCCL.
         launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
@@ -298,12 +300,23 @@ class PipelineStrategy(MultiProcessStrategy):
             )
             for name in self._phase_optimizers or [""]
         }
+        backend = self._lane_backend()
+        if backend is not None:
+            lanes = set().union(*(lanes_of(executor) for executor in self.staged_model.steps.values()))
+            self.runtime.connect(self.mesh.lane_groups(lanes, backend=backend))
         if self.broadcast_buffers:
             self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
         verify = int(fits) if self.verify == "auto" else 0 if self.verify == "off" else int(self.verify)
         self._to_verify = dict.fromkeys(self.staged_model.steps, verify)
         if phase:
             self.begin_phase(self._phase_optimizers[phase], step_name=step_name)
+
+    def _lane_backend(self) -> str | None:
+        """Return the backend of groups between stages; `None` if messages go through host memory. Collective."""
+        if self.ranks.backend != "nccl" or self.device.type != "cuda":
+            return None
+        devices = self.comm.all_gather_object((host_name(), self.device.index))
+        return "nccl" if len(set(devices)) == len(devices) else None  # NCCL refuses ranks that share a device
 
     def _training_steps(self, task: TaskModule) -> dict[str, TrainingStep]:
         """Return the training steps by step key: one for each phase, or a single one for a task without phases."""

@@ -1,0 +1,116 @@
+"""Messages between stages in lanes: the same weights as through host memory, with NCCL or with gloo in its place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainkit.strategies.pipeline.communication import DeviceChannel, Lane
+from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.single import SingleStrategy
+
+from tests.strategies.pipeline.models import EncoderDecoder, Gpt, Mlp
+from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
+from trainkit.testing import run_ranks
+
+FORTH, BACK = Lane(0, 1, FORWARD, (0, 1)), Lane(1, 0, BACKWARD, (1, 0))
+
+
+def _sent_both_ways(device_type, backend):
+    """Send an activation, its gradient, and the sign of a missing one; return what arrives."""
+    rank = dist.get_rank()
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    lanes = {lane: dist.new_group([0, 1], backend=backend) for lane in (FORTH, BACK)}
+    channel = DeviceChannel(dist.new_group([0, 1], backend="gloo"), rank=rank, device=device, lanes=lanes)
+    if rank == 0:
+        for index in range(2):
+            sent = torch.full((3,), float(index + 1), device=device)
+            channel.send(sent, to=1, tag=7, user=Action(FORWARD, 1, index), lane=FORTH)
+        pending = [channel.expect_gradient((3,), torch.float32, source=1, tag=8, lane=BACK) for _ in range(2)]
+        found = [each.open_gradient("a gradient") for each in pending]
+        channel.release(to=1, begun=[Action(FORWARD, 1, 0), Action(FORWARD, 1, 1)])
+    else:
+        pending = [channel.expect((3,), torch.float32, source=0, tag=7, lane=FORTH) for _ in range(2)]
+        found = [each.open("an activation") for each in pending]
+        users = [Action(BACKWARD, 0, index) for index in range(2)]
+        channel.send_gradient(None, of=found[0], to=0, tag=8, user=users[0], lane=BACK)
+        channel.send_gradient(10 * found[1], of=found[1], to=0, tag=8, user=users[1], lane=BACK)
+    channel.finish()
+    assert all(each is None or each.device == device for each in found)
+    return [None if each is None else each.tolist() for each in found]
+
+
+def test_lanes_bring_activations_gradients_and_the_sign_of_a_missing_one():
+    first, second = run_ranks(_sent_both_ways, 2, "cpu", "gloo", timeout=120)
+
+    assert second == [[1.0] * 3, [2.0] * 3]
+    assert first == [None, [20.0] * 3]
+
+
+class _Frozen(Mlp):
+    """Trains its last layers only: no gradient crosses the split point."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[:8].requires_grad_(False)
+
+
+class _OnLanes(PipelineStrategy):
+    """A pipeline whose stages use lanes of gloo, as they use NCCL's between CUDA devices."""
+
+    def _lane_backend(self):
+        return "gloo"
+
+
+def _weights(strategy_class, cases, settings):
+    found = []
+    for model, own in cases:
+        strategy = strategy_class(**settings, **own)
+        training = Training(make(model), strategy)
+        replicas = strategy.mesh.replicas
+        mine = step_batches(model, sizes=[4] * 4, num_steps=3, replica=strategy.comm.rank, num_replicas=replicas)
+        training.run(strategy.step_batches(iter(mine), pin_memory=False))
+        found.append(training.weights())
+        strategy.teardown()
+    return found
+
+
+INTERLEAVED = {"stages": 2, "schedule": "interleaved_1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"),
+    [
+        (2, [(Mlp, {"stages": 2, "schedule": "gpipe"}), (_Frozen, {"stages": 2}), (EncoderDecoder, INTERLEAVED)]),
+        pytest.param(4, [(EncoderDecoder, {"stages": 4}), (Gpt, {"stages": 2, "replicas": 2})], marks=pytest.mark.slow),
+    ],
+)
+def test_stages_that_send_in_lanes_train_to_the_weights_of_one_process(num_ranks, cases):
+    found = run_ranks(_weights, num_ranks, _OnLanes, cases, {"device": "cpu"}, timeout=400)[0]
+
+    for (model, _), weights in zip(cases, found, strict=True):
+        single = Training(make(model), SingleStrategy(device="cpu"))
+        single.run(step_batches(model, sizes=[4] * 4, num_steps=3))
+        assert largest_difference(weights, single.weights()) < 1e-10
+
+
+needs_two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@needs_two_devices
+@pytest.mark.gpu
+def test_nccl_brings_what_gloo_brings_between_two_devices():
+    assert run_ranks(_sent_both_ways, 2, "cuda", "nccl", timeout=400) == [
+        [None, [20.0] * 3],
+        [[1.0] * 3, [2.0] * 3],
+    ]
+
+
+@needs_two_devices
+@pytest.mark.gpu
+def test_stages_on_two_devices_that_send_by_nccl_train_to_the_weights_of_one_process():
+    settings = {"device": "cuda", "backend": "nccl", "stages": 2}
+    (weights,) = run_ranks(_weights, 2, PipelineStrategy, [(Mlp, {})], settings, timeout=400)[0]
+
+    single = Training(make(Mlp), SingleStrategy(device="cpu"))
+    single.run(step_batches(Mlp, sizes=[4] * 4, num_steps=3))
+    assert largest_difference({name: each.cpu() for name, each in weights.items()}, single.weights()) < 1e-6
