@@ -8,7 +8,7 @@ Hosts are Linux namespaces (hosts.py), which need root. All contenders live in t
 step. `wire` sends over plain sockets what every host must send at least, 2 (H-1)/H of the gradients; headers (4.5 % at
 1500 bytes a packet) and confirmations are what it takes above the least time, which is these bytes divided by the rate.
 Times are medians of the slowest rank; bytes are those of the host that sends most, counted by its network device,
-without the headers of Ethernet, IP and TCP.
+without the headers of Ethernet, IP and TCP. Processor time (CPU s) is that of all ranks together.
 
 `pipeline` has one stage on each host, and replicas of it on the ranks of the host, so that activations alone go between
 hosts. Its row has the idle share of the ranks beside that of the schedule with equal stages, and beside what the wire
@@ -37,6 +37,7 @@ from ddp_step import MODELS, Squares
 from hosts import PORT, Hosts, become_bridge, why_no_hosts
 from torch import Tensor
 from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.schedules import idle_share
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
@@ -59,6 +60,7 @@ CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True),
     "fusion bf16": lambda: FusionStrategy(device="cpu", reduce_dtype="bf16"),
     "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
+    "fsdp": lambda: FSDPStrategy(device="cpu"),
 }
 DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
 LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0}
@@ -157,6 +159,15 @@ def payload_sent() -> int:
     return sent - HEADER_BYTES * packets
 
 
+def trained_alone(task: Model, inputs: Tensor, *, num_steps: int) -> Model:
+    """Return a copy of the task, trained on one device."""
+    runner = Runner(SingleStrategy(device="cpu"), task, num_samples=len(inputs))
+    runner.step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs), len(inputs), False)
+    for _ in range(num_steps):
+        runner.step()
+    return runner.task
+
+
 def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     """Return for each contender the seconds of a step, the bytes of each host, and the difference from one device."""
     torch.set_num_threads(1)
@@ -168,8 +179,8 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     (inputs,) = task.batch(0)
     step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs) * world_size, len(inputs), False)
     num_bytes = sum(parameter.nbytes for parameter in task.parameters())
-    everything = [torch.empty_like(inputs) for _ in range(world_size)]
-    dist.all_gather(everything, inputs)
+    everything = torch.empty(world_size * len(inputs), *inputs.shape[1:], dtype=inputs.dtype)
+    dist.all_gather_into_tensor(everything, inputs)
     runners: dict[str, Runner] = {}
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
@@ -177,7 +188,7 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
             steps[name] = Wire(num_bytes).step
             continue
         if name == PIPELINE:
-            runners[name] = Pipeline(task, torch.cat(everything))
+            runners[name] = Pipeline(task, everything)
             steps[name] = runners[name].step
             continue
         runners[name] = runner = Runner(CONTENDERS[name](), task, num_samples=len(inputs) * world_size)
@@ -185,42 +196,43 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
         steps[name] = runner.step
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[Tensor]] = {name: [] for name in names}
+    processor: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(WARM_UP + rounds):
         for offset in range(len(names)):
             name = names[(turn + offset) % len(names)]
             dist.barrier()
-            before, began = payload_sent(), time.perf_counter()
+            before, began, used = payload_sent(), time.perf_counter(), time.process_time()
             steps[name]()
-            taken = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            taken, used = torch.tensor(time.perf_counter() - began, dtype=torch.float64), time.process_time() - used
             dist.barrier()
             if isinstance(runner := runners.get(name), Pipeline):
                 runner.note_idle()
-            of_ranks = torch.zeros(world_size, dtype=torch.int64)
-            of_ranks[rank] = payload_sent() - before
+            of_ranks = torch.zeros(world_size, 2, dtype=torch.float64)
+            of_ranks[rank] = torch.tensor([payload_sent() - before, used], dtype=torch.float64)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             dist.all_reduce(of_ranks)
             if turn >= WARM_UP:
                 seconds[name].append(taken.item())
-                sent[name].append(of_ranks[::ranks])  # ranks of a host count on the same device
+                processor[name].append(of_ranks[:, 1].sum().item())
+                sent[name].append(of_ranks[::ranks, 0])  # ranks of a host count on the same device
     figures = {name: runner.figures() for name, runner in runners.items() if isinstance(runner, Pipeline)}
-    single = Runner(SingleStrategy(device="cpu"), task, num_samples=len(inputs) * world_size)
-    single.step_batch = StepBatch(
-        [MicroBatch([torch.cat(everything)], len(inputs) * world_size)], len(inputs) * world_size, len(inputs), False
-    )
-    for _ in range(WARM_UP + rounds if rank == 0 else 0):
-        single.step()
+    for runner in runners.values():
+        runner.strategy.final_state_dict(runner.task)  # which is whole afterwards
+    single = trained_alone(task, everything, num_steps=WARM_UP + rounds if rank == 0 else 0)
     dist.barrier()
     found = {
         name: {
             "seconds": seconds[name],
-            "bytes": torch.stack(sent[name]).double().median(dim=0).values.tolist(),
-            "difference": difference(runners[name].task, single.task, task) if name in runners else 0.0,
+            "processor_seconds": statistics.median(processor[name]),
+            "bytes": torch.stack(sent[name]).median(dim=0).values.tolist(),
+            "difference": difference(runners[name].task, single, task) if name in runners else 0.0,
             **figures.get(name, {}),
         }
         for name in names
     }
     for runner in runners.values():
         runner.strategy.teardown()
+    dist.barrier()  # the store of rank 0 is asked until here
     return {"gradient_bytes": num_bytes, "contenders": found}
 
 
@@ -265,6 +277,7 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
     print(f"{title}: {least / 1e6:.1f} MB in {wire:.3f} s at least")
     print(
         f"  {'contender':<16}{'s a step':>9}{'quartiles':>18}{'x least':>9}{'x stock':>9}{'MB sent':>9}{'x least':>9}"
+        f"{'CPU s':>8}"
     )
     rows = found["contenders"]
     medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
@@ -278,7 +291,7 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
         quartiles = f"[{low:.3f}, {high:.3f}]"
         print(
             f"  {name:<16}{medians[name]:>9.3f}{quartiles:>18}{medians[name] / wire:>9.2f}{to_stock:>9}"
-            f"{most / 1e6:>9.2f}{most / least:>9.3f}"
+            f"{most / 1e6:>9.2f}{most / least:>9.3f}{row['processor_seconds']:>8.2f}"
         )
 
 

@@ -29,7 +29,7 @@ from .partition import (
     partition,
     replicate_shared,
 )
-from .profile import HOST, NotRepeatable, estimate, measure, measured_rates
+from .profile import HOST, NotRepeatable, estimate, measure, rates_of
 from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class TraceInput:
                 return
             except NotRepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
-        estimate(graph, measured_rates(self.device))
+        estimate(graph, rates_of(self.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,11 +71,16 @@ def estimate(graph: TracedGraph, rates: Rates = NOMINAL) -> None:
 
 
 @cache
-def measured_rates(device: torch.device) -> Rates:
-    """Return the rates of a device, measured once by a product of matrices, a copy, and small calls.
+def rates_of(device: torch.device) -> Rates:
+    """Return the rates of a device: of a CPU nominal ones, so that an estimated plan is the same each time.
 
-    They are rounded to one digit, so that noise does not move the cuts of estimated plans.
+    Those of other devices are measured once, by a product of matrices, a copy, and small calls.
     """
+    return NOMINAL if device.type == "cpu" else measured_rates(device)
+
+
+def measured_rates(device: torch.device) -> Rates:
+    """Return the rates of a device, rounded to one digit."""
     square = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
     memory = torch.ones(COPIED_BYTES // 4, device=device)
     copied = torch.empty_like(memory)
