@@ -152,7 +152,8 @@ class WatchedWork:
             except RuntimeError as broken:
                 error = broken
             time.sleep(SLICE_SECONDS)  # a peer that is just failing gets the time to publish why
-            raise self.failure_store.broken(error, where=self.where, seconds=waited) from None
+            seconds = max(waited, self.timeout_seconds)  # of the backend, which has waited since the collective began
+            raise self.failure_store.broken(error, where=self.where, seconds=seconds) from None
         if cause is not None:
             raise stopped(self.where, cause) from None
         if slices > 1:

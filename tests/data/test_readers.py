@@ -247,6 +247,7 @@ def test_a_worker_does_not_collect_process_groups_of_its_rank():
     ids=["iterable", "map-style"],
 )
 def test_the_worker_of_an_iterator_that_is_dropped_in_a_cycle_ends_at_once(opened, monkeypatch):
+    gc.collect()  # which ends workers of other tests
     join, exit_codes = multiprocessing.process.BaseProcess.join, []
 
     def joined(process, timeout=None):
