@@ -99,7 +99,9 @@ class OnCuda(SingleStrategy):
 
 
 @pytest.mark.parametrize("checkpointing", [[], ["blocks.*"]])
-def test_offloaded_activations_train_to_the_same_bits(make_trainer: Any, monkeypatch: Any, checkpointing: Any) -> None:
+def test_offloaded_activations_train_to_the_same_weights(
+    make_trainer: Any, monkeypatch: Any, checkpointing: Any
+) -> None:
     offloaded: list[Tensor] = []
 
     class Counted(save_on_cpu):
@@ -108,12 +110,13 @@ def test_offloaded_activations_train_to_the_same_bits(make_trainer: Any, monkeyp
             pack, self.pack_hook = self.pack_hook, lambda tensor: offloaded.append(tensor) or pack(tensor)
 
     monkeypatch.setattr(worker, "save_on_cpu", Counted)
-    plain, task, settings = Blocks(), Blocks(), {"activation_checkpointing": checkpointing}
+    plain, task, settings = Blocks(), Blocks(), {"activation_checkpointing": checkpointing, "precision": "fp64"}
     make_trainer(OnCuda(device="cpu"), **settings).fit(plain, data())
     assert not offloaded
     make_trainer(OnCuda(device="cpu"), offload_activations=True, **settings).fit(task, data())
 
-    assert_same_bits(task, plain)
+    # What comes back is contiguous, also a transposed weight, for which a processor may have another kernel.
+    torch.testing.assert_close(weights(task), weights(plain), rtol=0, atol=1e-14)
     assert len(offloaded) > 2 * 4  # the inputs of both blocks in each of 4 steps, and others
     offloaded.clear()
     make_trainer(OnCuda(device="cpu"), **settings).fit(task, data())
