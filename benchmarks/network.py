@@ -3,12 +3,16 @@
     python benchmarks/network.py                                           2 and 4 hosts with 1 and 2 ranks each
     python benchmarks/network.py --hosts 2 --ranks 2 --rate 1000 --models gpt4 --contenders wire torch_ddp ddp
     python benchmarks/network.py --hosts 2 --ranks 1 --contenders pipeline
+    python benchmarks/network.py --hosts 4 --ranks 1 --rate 1000 --models waits --contenders alone torch_ddp ddp fusion
 
 Hosts are Linux namespaces (hosts.py), which need root. All contenders live in the same processes and take turns step by
 step. `wire` sends over plain sockets what every host must send at least, 2 (H-1)/H of the gradients; headers (4.5 % at
 1500 bytes a packet) and confirmations are what it takes above the least time, which is these bytes divided by the rate.
 Times are medians of the slowest rank; bytes are those of the host that sends most, counted by its network device,
 without the headers of Ethernet, IP and TCP. Processor time (CPU s) is that of all ranks together.
+
+`alone` trains on each rank without the others, so that its time over another's is the share of linear scaling. Hosts
+share the cores of this machine; so layers of the model `waits` wait, as for a device that each host has to itself.
 
 `pipeline` has one stage on each host, and replicas of it on the ranks of the host, so that activations alone go between
 hosts. Its row has the idle share of the ranks beside that of the schedule with equal stages, and beside what the wire
@@ -35,7 +39,7 @@ import torch
 import torch.distributed as dist
 from ddp_step import MODELS, Squares
 from hosts import PORT, Hosts, become_bridge, why_no_hosts
-from torch import Tensor
+from torch import Tensor, nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -48,8 +52,9 @@ from strategies import Runner
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.strategy import Strategy
 
-WIRE, PIPELINE = "wire", "pipeline"
+WIRE, PIPELINE, ALONE = "wire", "pipeline", "alone"
 MICRO_BATCHES = 8  # of a step of the pipeline
+FORWARD_SECONDS = 0.025  # of a layer that waits; its backward takes twice as long
 CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
     "torch_ddp best": lambda: TorchDDPStrategy(device="cpu", static_graph=True),
@@ -57,25 +62,51 @@ CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "ddp 25 MiB": lambda: DDPStrategy(device="cpu", bucket_cap_mb=25),
     "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group"),
     "fusion": lambda: FusionStrategy(device="cpu"),
-    "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True),
+    "fusion no thread": lambda: FusionStrategy(device="cpu", communication_thread=False),
     "fusion bf16": lambda: FusionStrategy(device="cpu", reduce_dtype="bf16"),
     "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
     "fsdp": lambda: FSDPStrategy(device="cpu"),
 }
 DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
-LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0}
+LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0, "waits": 10.0}
 WARM_UP = 2
 HEADER_BYTES = 14 + 20 + 32  # of a packet, which a network device counts
 
 # ---- Ranks
 
 
+class Waiting(torch.autograd.Function):
+    """Returns its input after a time, and the gradient after twice that time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        time.sleep(FORWARD_SECONDS)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(2 * FORWARD_SECONDS)
+        return gradients[0]
+
+
+class Waits(nn.Sequential):
+    """Layers of which each linear one waits, as for a device that computes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self:
+            hidden = layer(hidden)
+            if isinstance(layer, nn.Linear):
+                hidden = Waiting.apply(hidden)
+        return hidden
+
+
 class Model(Squares):
     """One of the models, with the batch of a rank."""
 
     def __init__(self, name: str) -> None:
-        make, self.make_input, _ = MODELS[name]
-        super().__init__(make())
+        make, self.make_input, _ = MODELS["mlp5" if name == "waits" else name]
+        model = make()
+        super().__init__(Waits(*model) if name == "waits" else model)
         self.lr = LEARNING_RATES[name]
 
     def batch(self, num_samples: int) -> list[Tensor]:
@@ -159,10 +190,25 @@ def payload_sent() -> int:
     return sent - HEADER_BYTES * packets
 
 
-def trained_alone(task: Model, inputs: Tensor, *, num_steps: int) -> Model:
-    """Return a copy of the task, trained on one device."""
+def on_one_device(task: Model, inputs: Tensor) -> Runner:
+    """Return a runner with a copy of the task that trains on these inputs without other ranks."""
     runner = Runner(SingleStrategy(device="cpu"), task, num_samples=len(inputs))
     runner.step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs), len(inputs), False)
+    return runner
+
+
+def on_ranks(name: str, task: Model, everything: Tensor, own: Tensor) -> Runner:
+    """Return a contender with its copy of the task, ready to train on the inputs of all ranks. Collective."""
+    if name == PIPELINE:
+        return Pipeline(task, everything)
+    runner = Runner(CONTENDERS[name](), task, num_samples=len(everything))
+    runner.step_batch = StepBatch([MicroBatch([own], len(own))], len(everything), len(own), False)
+    return runner
+
+
+def trained_alone(task: Model, inputs: Tensor, *, num_steps: int) -> Model:
+    """Return a copy of the task, trained on one device."""
+    runner = on_one_device(task, inputs)
     for _ in range(num_steps):
         runner.step()
     return runner.task
@@ -177,7 +223,6 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     task = Model(model)
     torch.manual_seed(rank)
     (inputs,) = task.batch(0)
-    step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs) * world_size, len(inputs), False)
     num_bytes = sum(parameter.nbytes for parameter in task.parameters())
     everything = torch.empty(world_size * len(inputs), *inputs.shape[1:], dtype=inputs.dtype)
     dist.all_gather_into_tensor(everything, inputs)
@@ -186,14 +231,11 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     for name in names:
         if name == WIRE:
             steps[name] = Wire(num_bytes).step
-            continue
-        if name == PIPELINE:
-            runners[name] = Pipeline(task, everything)
+        elif name == ALONE:
+            steps[name] = on_one_device(task, inputs).step
+        else:
+            runners[name] = on_ranks(name, task, everything, inputs)
             steps[name] = runners[name].step
-            continue
-        runners[name] = runner = Runner(CONTENDERS[name](), task, num_samples=len(inputs) * world_size)
-        runner.step_batch = step_batch
-        steps[name] = runner.step
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[Tensor]] = {name: [] for name in names}
     processor: dict[str, list[float]] = {name: [] for name in names}
@@ -277,7 +319,7 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
     print(f"{title}: {least / 1e6:.1f} MB in {wire:.3f} s at least")
     print(
         f"  {'contender':<16}{'s a step':>9}{'quartiles':>18}{'x least':>9}{'x stock':>9}{'MB sent':>9}{'x least':>9}"
-        f"{'CPU s':>8}"
+        f"{'CPU s':>8}{'linear':>8}"
     )
     rows = found["contenders"]
     medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
@@ -287,11 +329,12 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
             continue
         low, _, high = statistics.quantiles(row["seconds"], n=4)
         to_stock = f"{medians[name] / medians['torch_ddp']:.2f}" if "torch_ddp" in medians else ""
+        linear = f"{medians[ALONE] / medians[name]:.3f}" if ALONE in medians and name != WIRE else ""
         most = max(row["bytes"])
         quartiles = f"[{low:.3f}, {high:.3f}]"
         print(
             f"  {name:<16}{medians[name]:>9.3f}{quartiles:>18}{medians[name] / wire:>9.2f}{to_stock:>9}"
-            f"{most / 1e6:>9.2f}{most / least:>9.3f}{row['processor_seconds']:>8.2f}"
+            f"{most / 1e6:>9.2f}{most / least:>9.3f}{row['processor_seconds']:>8.2f}{linear:>8}"
         )
 
 
@@ -311,8 +354,8 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="of a host")
     parser.add_argument("--rate", type=float, default=200, help="Mbit/s of the link of a host, in each direction")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--models", nargs="+", default=["mlp5"], choices=list(MODELS))
-    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, PIPELINE, *CONTENDERS])
+    parser.add_argument("--models", nargs="+", default=["mlp5"], choices=list(LEARNING_RATES))
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, ALONE, PIPELINE, *CONTENDERS])
     parser.add_argument("--json", action="store_true", help="print the figures instead of tables")
     parser.add_argument("--role", choices=("caller", "bridge", "host"), default="caller", help=argparse.SUPPRESS)
     options = parser.parse_args()

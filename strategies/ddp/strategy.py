@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +25,11 @@ from trainkit.strategy import PhaseTraining, Strategy
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
+from ..host_layout import HostLayout, host_name
 from ..links import links_of_this_process
 from ..multiprocess import MultiProcessStrategy, RankSettings
 from .bucket import Bucket
-from .bucket_plan import ring_bytes
+from .bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
 from .comm_hooks import MergedHookState, PeriodicAveraging, SavedHookState, make_comm_hook
 from .distributed_data_parallel import unreached_parameters
 from .grad_norm import total_norm
@@ -38,6 +40,7 @@ from .transport import CommunicationHook, TransportName
 logger = logging.getLogger(__name__)
 _FIND_UNUSED = ("auto", "error", "graph")
 _TRANSPORTS = ("auto", "shared_memory", "process_group")
+_BUCKETS_BETWEEN_HOSTS = 16  # of which the last is what backward cannot hide
 _NO_CONTEXT = nullcontext()
 
 
@@ -53,7 +56,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank.
         micro_batch_size: Most samples on one device at once; `auto`: halved on out-of-memory.
-        bucket_cap_mb: Size of a bucket in MiB; `None`: 25.
+        bucket_cap_mb: Size of a bucket in MiB; `None`: 25, and between hosts a sixteenth of the gradients, from 1 to
+            25, so that backward hides all but the last of many.
         find_unused_parameters: Parameters without a gradient: `auto` (handled), `error` (named), `graph` (found before
             backward, by a walk over the autograd graph).
         static_graph: Every step uses the same parameters equally often.
@@ -77,6 +81,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     """
 
     supports_auto_micro_batch = True
+    largest_cap_mb = DEFAULT_CAP_BYTES / MIB
+    """Size of a bucket in MiB if none is given."""
 
     def __init__(
         self,
@@ -131,6 +137,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self.timeline: Timeline | None = None
         self._overlap_meter: OverlapMeter | None = None
         self.reducer: Reducer | None = None
+        self._hosts = HostLayout(())
         self._averaging: PeriodicAveraging | None = None
         self._hook_states: dict[str, Any] = {}  # by phase
         self._has_warned = False  # of a hook's state that is not saved
@@ -149,10 +156,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if phase_optimizer.phase:
             named = [(name, p) for name, p in named if id(p) in own]
         comm = self.comm
+        self._hosts = HostLayout.of(gather(self.host(), comm.group))
         self.reducer = Reducer(
             named,
             group=comm.group,
-            settings=self.settings,
+            settings=replace(self.settings, bucket_cap_mb=self._cap_of([p for _, p in named])),
             failure_store=comm.failure_store,
             own_groups=self._own_groups,
         )
@@ -185,6 +193,19 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step.append(self.timeline.record)
+
+    def host(self) -> str:
+        """Return the identity of this rank's machine; ranks that return the same share its memory."""
+        return host_name()
+
+    def _cap_of(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Return the size in MiB of a bucket of these parameters' gradients."""
+        if self.settings.bucket_cap_mb is not None:
+            return self.settings.bucket_cap_mb
+        if len(self._hosts.ranks) == 1:
+            return self.largest_cap_mb
+        whole = sum(parameter.nbytes for parameter in parameters) / MIB
+        return min(max(1.0, whole / _BUCKETS_BETWEEN_HOSTS), self.largest_cap_mb)
 
     def publish_failure(self, why: str) -> None:
         """Publish to the other ranks why this one stops."""

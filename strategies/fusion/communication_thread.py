@@ -25,6 +25,7 @@ from ..ddp.transport import Transport, Work
 from .transport import ShardTransport, ShardWork
 
 POLL_SECONDS = 100e-6  # between polls of the work in progress
+MESSAGE_SECONDS = 1e-3  # between polls of messages, whose end is told
 CHECK_SECONDS = 0.25  # between checks for failed ranks
 JOIN_SECONDS = 10.0  # that `close` waits for the thread
 
@@ -36,6 +37,7 @@ class CommunicationThread(Transport):
         self.inner, self.failure_store, self.rank, self.device = inner, failure_store, rank, device
         self.name = inner.name
         self._changed = threading.Condition()
+        self._message = inner.changed if device.type == "cpu" else None  # copies from and to a device end untold
         self._queued: deque[_QueuedTransfer] = deque()
         self._started: deque[_QueuedTransfer] = deque()  # used by the thread alone
         self._error: BaseException | None = None
@@ -118,8 +120,12 @@ class CommunicationThread(Transport):
         with self._changed:
             while not (self._queued or self._started or self._is_closing):
                 self._changed.wait()
-            if not self._queued and not self._is_closing:
+            is_waiting = not self._queued and not self._is_closing
+            if is_waiting and self._message is None:
                 self._changed.wait(POLL_SECONDS)  # also gives the interpreter to the training thread
+        if is_waiting and self._message is not None:
+            self._message.wait(MESSAGE_SECONDS)
+        with self._changed:
             if self._is_closing:
                 return False
             queued = list(self._queued)

@@ -57,8 +57,8 @@ class GlooExchange(ShardTransport):
         self._queued: deque[ChunkTransfer] = deque()
         self._in_flight: list[ChunkTransfer] = []
         self._works: deque[TransferWork] = deque()
-        self._changed = threading.Event()  # set when messages have ended
-        self.arrivals, self.returns = MessageThread(self._changed), MessageThread(self._changed)
+        self.changed = threading.Event()
+        self.arrivals, self.returns = MessageThread(self.changed), MessageThread(self.changed)
         self._num_chunks = self._num_weights = 0  # sent so far, the same on every rank
 
     # ---- Memory
@@ -152,7 +152,7 @@ class GlooExchange(ShardTransport):
 
     def progress(self) -> None:
         """Advance every chunk and buffer as far as possible, without waiting."""
-        self._changed.clear()
+        self.changed.clear()
         self._advance_chunks()
         self._advance_chunks()  # those that the completed ones have made room for
         for work in list(self._works):
@@ -165,7 +165,7 @@ class GlooExchange(ShardTransport):
     def wait_for_change(self) -> None:
         """Wait until something has ended that `progress` found under way."""
         if self._in_flight:
-            self._in_flight[0].wait_stage(_AnyMessage(self._changed))
+            self._in_flight[0].wait_stage(_AnyMessage(self.changed))
         elif self._works:
             self._works[0].wait_stage()
 

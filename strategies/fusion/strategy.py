@@ -28,7 +28,7 @@ from ..ddp.reducer import Unused
 from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
 from ..ddp.timeline import Timeline
-from ..host_layout import HostLayout, host_name
+from ..host_layout import HostLayout
 from .communication_thread import CommunicationThread
 from .exchange import GlooExchange
 from .sharded_optimizer import ShardedOptimizer, check_elementwise, state_dict_without_state
@@ -59,19 +59,22 @@ class FusionStrategy(DDPStrategy):
     Arguments that are not listed are those of DDPStrategy.
 
     Args:
-        buffer_mb: Size of a buffer in MiB; through gloo it is sent in chunks of at most half a MiB.
+        buffer_mb: Size of a buffer in MiB, sent through gloo in chunks of at most half a MiB; `None`: 4, and between
+            hosts a sixteenth of the gradients, from 1 to 4.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
         reduce_dtype: Dtype in which gradients are sent: their own (`None`), or `bf16`, summed in fp32.
         transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
         servers: `rank`: every rank is a server; `host`: the first rank of each host.
         communication_thread: Move buffers on a separate thread while backward runs, instead of on backward's own thread
-            between two buffers; `auto`: on CUDA.
+            between two buffers; `auto`: on CUDA and between hosts.
         shard_optimizer: Each rank keeps and steps the optimizer for its shard of the weights only.
         optimizer_in_backward: With `shard_optimizer`: update shards while backward runs, with a second set of weights;
             `auto`: if the weights have at most 64 MiB.
 
     """
+
+    largest_cap_mb = 4.0
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class FusionStrategy(DDPStrategy):
         device: str = "auto",
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
-        buffer_mb: float = 4.0,
+        buffer_mb: float | None = None,
         max_in_flight: int = 4,
         reduce_dtype: Literal["bf16"] | None = None,
         transport: Literal["auto", "shared_memory", "exchange"] = "auto",
@@ -95,7 +98,7 @@ class FusionStrategy(DDPStrategy):
         backend: str = "auto",
         launcher: str = "local",
     ) -> None:
-        if not buffer_mb > 0:
+        if buffer_mb is not None and not buffer_mb > 0:
             raise UserError(f"buffer_mb must be above 0 MiB, got {buffer_mb}.")
         super().__init__(
             devices=devices,
@@ -134,7 +137,10 @@ class FusionStrategy(DDPStrategy):
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
         self.fusion_settings = FusionSettings(
-            min(int(buffer_mb * MIB), _LARGEST_CHUNK), max_in_flight, _REDUCE_DTYPES[reduce_dtype], shard_optimizer
+            min(int((buffer_mb or self.largest_cap_mb) * MIB), _LARGEST_CHUNK),
+            max_in_flight,
+            _REDUCE_DTYPES[reduce_dtype],
+            shard_optimizer,
         )
         self._in_backward = optimizer_in_backward
         self._steps_in_backward = False  # what ranks decided
@@ -165,16 +171,13 @@ class FusionStrategy(DDPStrategy):
         assert self.reducer is not None
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self._transport = self._open_transport()
-        if self.communication_thread is True or (self.communication_thread == "auto" and self.device.type == "cuda"):
+        is_remote = self.device.type == "cuda" or len(self._hosts.ranks) > 1
+        if self.communication_thread is True or (self.communication_thread == "auto" and is_remote):
             self._thread = CommunicationThread(
                 self._transport, failure_store=self.reducer.failure_store, rank=self.comm.rank, device=self.device
             )
         self.reducer.transport.close()
         self.reducer.transport = self._thread or self._transport
-
-    def host(self) -> str:
-        """Return the identity of this rank's machine; ranks that return the same share its memory."""
-        return host_name()
 
     def teardown(self) -> None:
         """Move parameters out of the buffers and leave the group; may be called twice."""
@@ -216,8 +219,7 @@ class FusionStrategy(DDPStrategy):
 
         Raises UserError on every rank if the requested one cannot work.
         """
-        name, group = self.transport_name, self.comm.group
-        hosts = HostLayout.of(gather(self.host(), group))
+        name, group, hosts = self.transport_name, self.comm.group, self._hosts
         local: dist.ProcessGroup | None = group
         if len(hosts.ranks) > 1:
             local = self._own_groups.new_of_sets(hosts.ranks, group, backend="gloo")

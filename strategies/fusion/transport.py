@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ class ShardTransport(Transport):
     """By buffer: the end of the copy of its result to the device, if that is asynchronous."""
     weight_sets: list[list[Tensor]]
     """With sharded settings: the flat weights of each buffer's parameters, once or (`second_weights`) twice."""
+    changed: threading.Event | None = None
+    """Set when messages have ended; `None` if changes are not only those of messages."""
     active_set: int = 0
     """Index of the weight set that the parameters are in; gathered weights arrive in `next_set`."""
     num_gradients: Callable[[], list[int]]

@@ -7,14 +7,16 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy, reductions
+from trainkit.strategies.fusion.communication_thread import CommunicationThread
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import StepWeights, largest_difference, numbers
 from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, train, trained
 from tests.tasks import Recorder
-from trainkit import Data, UserError
+from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.testing import rank_outcomes, run_ranks
 
 # ---- Training
@@ -195,3 +197,47 @@ def test_groups_of_a_strategy_have_its_time_out_and_end_with_it(tmp_path):
             "fusion, exchange": [77, 77],
         }
         assert not any(left for _, left in rank.values())
+
+
+# ---- Settings that follow from the hosts
+
+
+class Layers(TaskModule):
+    """Ten layers with one MiB of gradients each."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(10)))
+
+    def training_step(self, batch):
+        return self.layers(batch[0].expand(1, 512)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Settings(Callback):
+    """Keeps the number of buckets, and whether a thread moves them."""
+
+    def on_step_end(self, run):
+        strategy = run.strategy
+        thread = isinstance(strategy.reducer.transport, CommunicationThread)
+        self.found = len(strategy.reducer.plan.buckets), thread
+
+
+def settings_between_hosts(run_dir):
+    found = []
+    for kind, one_host in itertools.product((DDPStrategy, FusionStrategy), (True, False)):
+        strategy, settings = kind(device="cpu"), Settings()
+        strategy.host = lambda one_host=one_host: "host" if one_host else f"host {dist.get_rank()}"
+        data = Data(train=TensorDataset(torch.ones(4, 1)), batch_size=2)
+        Trainer(
+            strategy, max_duration="2step", run_dir=f"{run_dir}/{dist.get_rank()}", callbacks=[settings], loggers=[]
+        ).fit(Layers(), data)
+        found.append(settings.found)
+    return found
+
+
+def test_between_hosts_buckets_are_small_and_a_thread_moves_those_of_fusion(tmp_path):
+    for found in run_ranks(settings_between_hosts, 2, tmp_path):
+        assert found == [(2, False), (10, False), (4, False), (10, True)]
