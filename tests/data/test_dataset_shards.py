@@ -294,11 +294,13 @@ def test_a_resume_on_other_ranks_and_workers_reads_what_is_left(
 def test_a_dataset_that_cannot_seek_is_read_again_and_says_so(caplog):
     how = {"batch_size": 4}
     ((_, saved, _),) = read_on(1, [6, 6], kind=Part, stop=1, **how)
-    assert not caplog.text
+    assert "a resumed run reads its first samples again and skips them" in caplog.text
+    caplog.clear()
     ((seen, _, reads),) = read_on(1, [6, 6], kind=Part, position=4, saved=saved, **how)
     assert seen[0][0] == [2, 1002, 3, 1003]
     assert reads == Counter({0: 6, 1: 6})
-    assert "first 4 samples are read again and skipped" in caplog.text
+    (record,) = caplog.records
+    assert "first 4 samples are read again and skipped" in record.getMessage()
 
 
 @pytest.mark.parametrize("kind", [Part, SizedPart, SeekingPart])
@@ -516,3 +518,20 @@ def test_a_hugging_face_dataset_is_the_same_on_ranks_and_workers_and_after_a_res
     saved = read(FakeRank(), num_workers=2, stop=3)
     assert read(FakeRank(), num_workers=1, position=12, saved=saved) == whole[3:]
     assert ("read again" in caplog.text) == shuffled  # the state of a shuffle buffer leaves out its samples
+
+
+def test_a_shuffle_buffer_of_one_shard_is_read_again_as_its_state_leaves_it_out(caplog):
+    datasets = pytest.importorskip("datasets")
+
+    def loader():
+        whole = datasets.Dataset.from_dict({"x": list(range(16))}).to_iterable_dataset()
+        return opened(whole.shuffle(seed=3, buffer_size=4), FakeRank(), batch_size=4)
+
+    def seen(step_batches):
+        return [m.batch["x"].tolist() for step_batch in step_batches for m in step_batch.micro_batches]
+
+    whole, stopped, again = loader(), loader(), loader()
+    next(stopped.step_batches(0, 0))
+    again.load_state_dict(stopped.state_dict(4))
+    assert seen(again.step_batches(0, 4)) == seen(whole.step_batches(0, 0))[1:]
+    assert "its first 4 samples are read again and skipped" in caplog.text

@@ -16,7 +16,6 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SequentialSampler,
     Subset,
@@ -25,12 +24,15 @@ from torch.utils.data import (
 )
 
 from trainkit.data.dataset_shards import num_shards_of
-from trainkit.data.opened_shards import with_shards
+from trainkit.data.opened_shards import as_iterable, with_shards
 from trainkit.data.readers import Collate
 from trainkit.errors import UserError
 
 STAGES = ("train", "validation", "test", "predict")
 MAX_WORKERS_PER_CORE = 8
+_LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
+_SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
+"""Modules of the loaders and samplers that the strategy's own replace."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class Data:
     `IterableDataset` is read in its own order, with at most one worker: of each global batch, rank r of W keeps every
     W-th sample, so each rank reads the whole dataset. One with `num_shards` and `shard(num_shards, index)`, as
     `trainkit.Files` and those of Hugging Face datasets, is read one sample of each shard in turn, by ranks and workers
-    that divide the shards. The items of `DataLoader(dataset, batch_size=None)` are global batches.
+    that divide the shards. The items of `DataLoader(dataset, batch_size=None)` are global batches. A
+    `StatefulDataLoader` of torchdata is read as a `DataLoader`, and a `torchdata.nodes.Loader` as an `IterableDataset`
+    with a state.
 
     A map-style dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`. The seed
     follows from the run's seed, the epoch and the index alone, so random augmentation that draws from it is the same
@@ -178,15 +182,16 @@ class Data:
         source: Data | DataLoader[Any] = self
         shuffle, drop_last, sampler, size, is_pre_batched = self.shuffle, self.drop_last, None, None, False
         if isinstance(dataset, DataLoader):
-            source, dataset = dataset, dataset.dataset
+            _check_loader(stage, dataset)
+            source, dataset = dataset, as_iterable(stage, dataset.dataset)
             is_iterable = isinstance(dataset, IterableDataset)
             sampling = source if is_iterable else _sampling_of(stage, source)
-            shuffle = isinstance(sampling.sampler, RandomSampler | DistributedSampler)
+            shuffle = _shuffles(sampling.sampler)
             sampler = None if is_iterable else _custom_sampler(stage, sampling.sampler)
             drop_last, size = sampling.drop_last, sampling.batch_size
             is_pre_batched = size is None
             self._check_pre_batched(stage, is_pre_batched=is_pre_batched)
-        dataset = with_shards(stage, dataset, is_pre_batched=is_pre_batched)
+        dataset = with_shards(stage, as_iterable(stage, dataset), is_pre_batched=is_pre_batched)
         stage_data = StageData(
             stage,
             dataset,
@@ -227,11 +232,48 @@ class Data:
         return of_loader if self.batch_size is None or (of_loader and stage != "train") else self.batch_size
 
 
+def _check_loader(stage: str, loader: DataLoader[Any]) -> None:
+    """Raise UserError if reading a loader's dataset would drop what it does to batches, or where it stands in them."""
+    name = type(loader).__name__
+    if not {_defining_module(loader, method) for method in ("__iter__", "_get_iterator")} <= {*_LOADERS}:
+        raise UserError(
+            f"the {stage} data is a {name}, which makes its batches in an __iter__ of its own; the Trainer reads the "
+            "dataset of a DataLoader itself. Put what it does to batches into its collate_fn."
+        )
+    iterator: Any = loader._iterator if hasattr(loader, "load_state_dict") else None
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    is_loaded = (
+        getattr(loader, "next_iter_state", None) is not None or getattr(sampler, "next_yielded", None) is not None
+    )
+    if is_loaded or (iterator is not None and iterator._num_yielded and not getattr(iterator, "_finished", False)):
+        where = "has a state that was loaded (load_state_dict)" if is_loaded else "was left within an epoch"
+        raise UserError(
+            f"the {stage} data is a {name} that {where}, but the Trainer reads its dataset from the beginning, in an "
+            "order of its own. Pass a new one; Trainer.fit(..., resume=run_dir) continues a run at its exact sample."
+        )
+
+
+def _defining_module(loader: DataLoader[Any], method: str) -> str:
+    return next(kind.__module__ for kind in type(loader).__mro__ if method in vars(kind))
+
+
+def _shuffles(sampler: Any) -> bool:
+    """Return True for a sampler of torch or torchdata that draws a random order."""
+    if isinstance(sampler, DistributedSampler):
+        return sampler.shuffle
+    return _is_plain(sampler, "RandomSampler")
+
+
+def _is_plain(sampler: Any, name: str) -> bool:
+    """Return True for the sampler of torch or torchdata that has this name, and not for a subclass."""
+    return type(sampler).__name__ == name and type(sampler).__module__ in _SAMPLERS
+
+
 def _sampling_of(stage: str, loader: DataLoader[Any]) -> DataLoader[Any] | BatchSampler:
     """Return the holder of sampler, batch size and drop_last: the loader, or its batch sampler."""
     if loader.batch_sampler is None:
         return loader
-    if type(loader.batch_sampler) is not BatchSampler:
+    if not isinstance(loader.batch_sampler, BatchSampler) or not _is_plain(loader.batch_sampler, "BatchSampler"):
         raise UserError(
             f"the {stage} DataLoader has a batch_sampler of type {type(loader.batch_sampler).__name__}, which "
             "fixes who reads what; pass a sampler of single indices and a batch_size instead."
@@ -241,7 +283,7 @@ def _sampling_of(stage: str, loader: DataLoader[Any]) -> DataLoader[Any] | Batch
 
 def _custom_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
     """Return a loader's sampler if it is custom; `None` for a torch sampler that the strategy's sampler replaces."""
-    plain_random = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    plain_random = _is_plain(sampler, "RandomSampler") and not sampler.replacement and sampler._num_samples is None
     if plain_random or isinstance(sampler, SequentialSampler | DistributedSampler):
         return None
     if not isinstance(sampler, Sized):

@@ -40,15 +40,16 @@ def lengths_of_shards(dataset: Any, *, epoch: int) -> Lengths:
 
 def open_shard(dataset: Any, num_shards: int, index: int, epoch: int) -> Any:
     """Return one shard of a dataset, at its first sample of the epoch."""
-    _set_epoch(dataset, epoch)
+    set_epoch(dataset, epoch)
     shard = dataset.shard(num_shards=num_shards, index=index)
-    _set_epoch(shard, epoch)  # a new dataset, which need not know the epoch of the whole one
+    set_epoch(shard, epoch)  # a new dataset, which need not know the epoch of the whole one
     return shard
 
 
-def _set_epoch(dataset: Any, epoch: int) -> None:
-    if (set_epoch := getattr(dataset, "set_epoch", None)) is not None:
-        set_epoch(epoch)
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call the `set_epoch` of a dataset that has one."""
+    if (of_dataset := getattr(dataset, "set_epoch", None)) is not None:
+        of_dataset(epoch)
 
 
 def can_seek(dataset: Any) -> bool:
@@ -227,6 +228,8 @@ class ShardReader:
         self.shards = list(starts)
         self.ended: dict[int, int] = {}
         """The length of each shard whose end has been read."""
+        self.can_seek = True
+        """False once a chunk has come without a state, before the end of its shard."""
         self._samples: dict[int, deque[Any]] = {shard: deque() for shard in starts}
         self._starts = {shard: [start] for shard, start in starts.items()}  # of the samples not taken yet
         self._chunks: dict[int, Iterator[Chunk]] = {}
@@ -242,6 +245,7 @@ class ShardReader:
         while len(self._samples[shard]) < count and shard not in self.ended:
             chunk = next(self._chunks[shard])
             self._samples[chunk.shard].extend(chunk.samples)
+            self.can_seek &= chunk.is_last or chunk.state is not None
             if chunk.is_last:
                 self.ended[chunk.shard] = chunk.read
             if chunk.state is not None:
@@ -336,6 +340,11 @@ class ShardedSamples:
         self._place, readers = place, self._own.step
         is_even = all((index - shard) % readers == 0 for index, shard in enumerate(shards))
         return Taken([self._reader.take(shard) for shard in own][self._kept], len(shards), is_even)
+
+    @property
+    def can_seek(self) -> bool:
+        """False if a shard that has been read has no exact position."""
+        return self._reader.can_seek
 
     def _learn_lengths(self) -> bool:
         """Return True if any rank has found the end of a shard."""

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from itertools import chain, count, islice
 from typing import Any
 
@@ -17,7 +16,16 @@ from torch.utils.data import default_collate, default_convert
 
 from trainkit.data.batch import MicroBatch, ShardsData, StepBatch
 from trainkit.data.data import StageData
-from trainkit.data.dataset_shards import ShardedSamples, Taken, num_readers, num_shards_of, read_shards
+from trainkit.data.dataset_shards import (
+    ShardedSamples,
+    Taken,
+    can_seek,
+    num_readers,
+    num_shards_of,
+    read_shards,
+    set_epoch,
+)
+from trainkit.data.opened_shards import with_state
 from trainkit.data.order import (
     GlobalOrder,
     LengthGroupedOrder,
@@ -29,12 +37,14 @@ from trainkit.data.order import (
 )
 from trainkit.data.readers import (
     Request,
+    StreamPosition,
     WorkerIterator,
     WorkerPool,
     collate,
     get_sample_of,
     make_reader,
     request_seed,
+    state_of,
 )
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
@@ -45,6 +55,7 @@ from trainkit.tree import num_rows, rows
 logger = logging.getLogger(__name__)
 
 _STATES_KEPT = 4
+_CANNOT_SEEK = "has no state_dict and load_state_dict with an exact position"
 
 
 def open_loader(
@@ -194,6 +205,12 @@ class MapBatchLoader(BatchLoader):
     def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
         super().__init__(stage_data, strategy, **settings)
         self._pool: WorkerPool | None = None
+        if self.rank == 0 and stage_data.stage == "train" and can_seek(stage_data.dataset):
+            logger.warning(
+                "the training dataset %s has a state_dict, which checkpoints do not hold: it has __getitem__, so a "
+                "resumed run reads it by index alone.",
+                type(stage_data.dataset).__name__,
+            )
         self._reader = make_reader(stage_data.dataset, stage_data.collate_fn, seed=self.seed)
         self.order: Order = make_order(stage_data, seed=self.seed)
         self._sampler = strategy.sampler(stage_data.dataset, self.order)
@@ -348,7 +365,9 @@ class IterableBatchLoader(BatchLoader):
         super().__init__(stage_data, strategy, **settings)
         self._states: dict[int, dict[str, Any]] = {}  # position -> state of the dataset for a checkpoint
         self._restored: dict[str, Any] = {}
-        self._keeps_position = hasattr(stage_data.dataset, "state_dict")
+        self._dataset = with_state(stage_data.dataset)
+        self._keeps_position = can_seek(self._dataset)
+        self._has_warned = self.rank != 0 or stage_data.stage != "train"
         # A worker has a copy of the dataset: every epoch starts from the state of the dataset in this process.
         self._continues_over_epochs = self._keeps_position and stage_data.num_workers == 0
         bounds = (stage_data.num_items, None if self.limit is None else self.limit * self._step_items)
@@ -360,6 +379,14 @@ class IterableBatchLoader(BatchLoader):
         samples = self._from(epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
         following = self._take(samples, position)
+        if not self._has_warned and following.num_items == self._step_items:
+            self._has_warned = True
+            if not self._can_resume(samples):
+                logger.warning(
+                    "the iterable training dataset %s: a resumed run reads its first samples again and skips them. "
+                    "Define both to continue at the exact sample.",
+                    _CANNOT_SEEK,
+                )
         while following.num_items:
             taken, state = following, self._state_after(samples)
             position += taken.num_items
@@ -394,7 +421,12 @@ class IterableBatchLoader(BatchLoader):
         """Return the state of the dataset after the samples that were read, for a checkpoint."""
         if isinstance(samples, WorkerIterator):
             return {} if samples.position is None else samples.position._asdict()
-        return {"dataset": dict(self.stage_data.dataset.state_dict())} if self._keeps_position else {}
+        saved = state_of(self._dataset) if self._keeps_position else {}
+        return {"dataset": saved} if saved else {}
+
+    def _can_resume(self, samples: Any) -> bool:
+        """Return True if the dataset has a state after the first global batch."""
+        return bool(self._state_after(samples))
 
     def _remember(self, position: int, state: dict[str, Any]) -> None:
         """Keep the states of the last step batches, as batches may be read ahead of the one that is trained on."""
@@ -405,15 +437,13 @@ class IterableBatchLoader(BatchLoader):
 
     def _from(self, epoch: int, position: int) -> Any:
         """Return an iterator over the samples from `position` on, by a saved state or by reading and skipping."""
-        dataset = self.stage_data.dataset
         restored, self._restored = self._restored, {}
         has_state = self._keeps_position and restored.get("position") == position
         if position == 0 and has_state:
             has_state = self._continues_over_epochs
             if has_state:
-                dataset.load_state_dict(restored["dataset"])  # before set_epoch, as in a run without a resume
-        if (set_epoch := getattr(dataset, "set_epoch", None)) is not None:
-            set_epoch(epoch)
+                self._dataset.load_state_dict(restored["dataset"])  # before set_epoch, as in a run without a resume
+        set_epoch(self._dataset, epoch)
         if has_state and position:
             return self._from_state(restored, epoch, position)
         samples = self._samples(epoch, 0)
@@ -422,10 +452,7 @@ class IterableBatchLoader(BatchLoader):
             # A dataset that was saved at its end may yield nothing at first; it is then iterated again.
             return chain(first, samples) if first else self._samples(epoch, 0)
         if position:
-            if self._keeps_position:
-                reason = "has no saved position (state_dict) at this step"
-            else:
-                reason = "has no state_dict and load_state_dict"
+            reason = "has no saved position (state_dict) at this step" if self._keeps_position else _CANNOT_SEEK
             random = "" if self.stage_data.num_workers else "; random numbers that it draws are not restored"
             self._warn_of_skipping(reason, position, random)
             deque(islice(samples, position), maxlen=0)
@@ -435,25 +462,24 @@ class IterableBatchLoader(BatchLoader):
         what = "samples" if self.stage_data.batch_size else "batches"
         again = f"its first {position} {what} are read again and skipped{random}."
         logger.warning("the iterable training dataset %s: %s", reason, again)
+        self._has_warned = True
 
     def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
-        """Return the samples from a saved state; the dataset here stays unchanged if a worker reads."""
-        dataset = self.stage_data.dataset
-        initial = None if self._continues_over_epochs else deepcopy(dataset.state_dict())
-        dataset.load_state_dict(restored["dataset"])
-        samples = self._samples(epoch, position, generator_state=restored.get("generators"))
-        if initial is not None:
-            dataset.load_state_dict(initial)
-        return samples
+        """Return the samples from a saved state, which the process that reads them loads."""
+        if self.stage_data.num_workers:
+            position_of_worker = StreamPosition(restored["dataset"], restored.get("generators"))
+            return self._samples(epoch, position, begins_at=position_of_worker)
+        self._dataset.load_state_dict(restored["dataset"])
+        return self._samples(epoch, position)
 
-    def _samples(self, epoch: int, position: int, *, generator_state: dict[str, Any] | None = None) -> Iterator[Any]:
+    def _samples(self, epoch: int, position: int, *, begins_at: StreamPosition | None = None) -> Iterator[Any]:
         """Return an iterator over the dataset from its current state, read here or ahead by a worker process."""
         stage_data = self.stage_data
         if stage_data.num_workers == 0:
-            return iter(stage_data.dataset)
+            return iter(self._dataset)
         seed = request_seed(self.seed, epoch, position)
         every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
-        return WorkerIterator(stage_data.dataset, seed=seed, every=every, generator_state=generator_state)
+        return WorkerIterator(self._dataset, seed=seed, every=every, begins_at=begins_at)
 
     def _take(self, samples: Any, taken: int) -> Taken:
         """Return this rank's samples of the next global batch, after `taken` ones; of no items at the end."""
@@ -562,6 +588,9 @@ class ShardedBatchLoader(IterableBatchLoader):
     def _state_after(self, samples: ShardedSamples) -> dict[str, Any]:
         return samples.state()
 
+    def _can_resume(self, samples: ShardedSamples) -> bool:
+        return samples.can_seek
+
     def _from(self, epoch: int, position: int) -> ShardedSamples:
         restored, self._restored = self._restored, {}
         if restored.get("position") != position or len(restored.get("lengths", ())) != self._num_shards:
@@ -578,7 +607,7 @@ class ShardedBatchLoader(IterableBatchLoader):
             for start in range(0, position, self._step_items):
                 stream.take(min(self._step_items, position - start))
         elif position and not restored["shards"]:
-            self._warn_of_skipping("has no state_dict and load_state_dict with an exact position", position)
+            self._warn_of_skipping(_CANNOT_SEEK, position)
         return stream
 
     def _settings(self, epoch: int) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial, reduce
+from inspect import isgeneratorfunction
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from trainkit.data.dataset_shards import ShardChunks, ShardStart
+from trainkit.data.dataset_shards import ShardChunks, ShardStart, can_seek, set_epoch
 from trainkit.errors import UserError
 
 _WEBDATASET_WHOLE = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")  # not for a single shard
@@ -98,6 +99,72 @@ class _Rows(IterableDataset[Any]):
 # ---- Datasets of other libraries
 
 
+def as_iterable(stage: str, dataset: Any) -> Any:
+    """Return a dataset as it is, and another object that iterates and has a state as an IterableDataset.
+
+    Such as a `Loader` of torchdata.nodes; raises UserError for a node without it.
+    """
+    if _is_a(dataset, "torchdata.nodes.base_node", "BaseNode"):
+        raise UserError(
+            f"the {stage} data is a {type(dataset).__name__}, a node of torchdata.nodes; pass "
+            "torchdata.nodes.Loader(node), which reads it again in each epoch."
+        )
+    if isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__") or not can_seek(dataset):
+        return dataset
+    return _StatefulIterable(dataset) if hasattr(dataset, "__iter__") else dataset
+
+
+class _StatefulIterable(IterableDataset[Any]):
+    """The items of an object that iterates, and its state."""
+
+    def __init__(self, iterable: Any) -> None:
+        self._iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._iterable)
+
+    def set_epoch(self, epoch: int) -> None:
+        set_epoch(self._iterable, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = self._iterable.state_dict()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._iterable.load_state_dict(saved)
+
+
+class _StatefulIterators(IterableDataset[Any]):
+    """An iterable dataset without a state, with that of its latest iterator; an empty one if that has none either."""
+
+    def __init__(self, dataset: IterableDataset[Any]) -> None:
+        self._dataset = dataset
+        self._iterator: Any = None
+        self._saved: dict[str, Any] = {}  # for the next iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        self._iterator, saved, self._saved = iter(self._dataset), self._saved, {}
+        if saved:
+            self._iterator.load_state_dict(saved)
+        iterator: Iterator[Any] = self._iterator
+        return iterator
+
+    def set_epoch(self, epoch: int) -> None:
+        set_epoch(self._dataset, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._iterator.state_dict()) if can_seek(self._iterator) else {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+
+
+def with_state(dataset: Any) -> Any:
+    """Return an iterable dataset that has no state with that of its iterators, which are known once it is iterated."""
+    has_state = hasattr(dataset, "state_dict") or isgeneratorfunction(type(dataset).__iter__)
+    return dataset if has_state else _StatefulIterators(dataset)
+
+
 def with_shards(stage: str, dataset: Any, *, is_pre_batched: bool) -> Any:
     """Return a dataset of webdataset as `Shards`, any other as it is; raises UserError if it cannot be divided."""
     what = f"the {stage} data is a {type(dataset).__name__} of"
@@ -118,8 +185,9 @@ def _is_webdataset(dataset: Any) -> bool:
     return _is_a(dataset, "webdataset.pipeline", "DataPipeline")
 
 
-def _is_a(dataset: Any, module: str, name: str) -> bool:
-    return any((kind.__module__, kind.__name__) == (module, name) for kind in type(dataset).__mro__)
+def _is_a(one: Any, module: str, name: str) -> bool:
+    """Return True if an object is of a class that is named by its module, which need not be installed."""
+    return any((kind.__module__, kind.__name__) == (module, name) for kind in type(one).__mro__)
 
 
 def _webdataset_shards(what: str, dataset: Any, is_pre_batched: bool) -> Shards:

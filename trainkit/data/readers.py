@@ -157,11 +157,16 @@ class _RequestDataset(Dataset[Any]):
         return self._reader(request.indices, request.epoch)
 
 
+def state_of(dataset: Any) -> dict[str, Any]:
+    """Return a copy of a dataset's state, which stays as it is while the dataset continues."""
+    return deepcopy(dict(dataset.state_dict()))
+
+
 class StreamPosition(NamedTuple):
-    """A position in an iterable dataset: its `state_dict`, and the state of the random generators."""
+    """A position in an iterable dataset: its `state_dict`, and the state of a worker's random generators."""
 
     dataset: dict[str, Any]
-    generators: dict[str, Any]
+    generators: dict[str, Any] | None
 
 
 class WorkerIterator(Iterator[Any]):
@@ -170,8 +175,8 @@ class WorkerIterator(Iterator[Any]):
     worker        a b c d (position after d) e f g h (position after h) ...
     this process  a b c d      position      e f g h      position      ...
 
-    The worker seeds python, numpy and torch by `seed`, or continues from `generator_state` after a resume. It reports a
-    position after each `every` samples; `None` if the dataset has no `state_dict`. It is at most `ahead` items ahead.
+    The worker seeds python, numpy and torch by `seed`, or begins at the position `begins_at` after a resume. It reports
+    a position after each `every` samples; `None` if the dataset has no state. It is at most `ahead` items ahead.
     """
 
     def __init__(
@@ -180,14 +185,14 @@ class WorkerIterator(Iterator[Any]):
         *,
         seed: int,
         every: int | None = None,
-        generator_state: dict[str, Any] | None = None,
+        begins_at: StreamPosition | None = None,
         ahead: int = 2,
     ) -> None:
         self.position: StreamPosition | None = None
         """The last reported position."""
         self._reports_position = every is not None
         loader: DataLoader[Any] = DataLoader(
-            dataset if every is None else _PositionReporting(dataset, every, generator_state),  # type: ignore[arg-type] # it is iterable
+            dataset if every is None else _PositionReporting(dataset, every, begins_at),  # type: ignore[arg-type] # it is iterable
             batch_size=None,
             num_workers=1,
             prefetch_factor=ahead,
@@ -209,17 +214,19 @@ class WorkerIterator(Iterator[Any]):
 class _PositionReporting(IterableDataset[Any]):
     """The dataset in the worker; yields pairs of a sample and a position or `None`."""
 
-    def __init__(self, dataset: Any, every: int, generator_state: dict[str, Any] | None) -> None:
-        self._dataset, self._every, self._begins_at = dataset, every, generator_state
+    def __init__(self, dataset: Any, every: int, begins_at: StreamPosition | None) -> None:
+        self._dataset, self._every, self._begins_at = dataset, every, begins_at
 
     def __iter__(self) -> Iterator[Any]:
         if self._begins_at is not None:
-            set_rng_state(self._begins_at)
+            self._dataset.load_state_dict(self._begins_at.dataset)
+            if self._begins_at.generators is not None:
+                set_rng_state(self._begins_at.generators)
         for number, sample in enumerate(self._dataset, start=1):
             position = None
             if number % self._every == 0:
-                # A copy: the sample is sent while the dataset continues.
-                position = StreamPosition(deepcopy(dict(self._dataset.state_dict())), rng_state(devices=False))
+                saved = state_of(self._dataset)
+                position = StreamPosition(saved, rng_state(devices=False)) if saved else None
             yield sample, position
 
 
