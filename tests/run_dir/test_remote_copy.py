@@ -165,6 +165,30 @@ def test_training_does_not_wait_for_the_store(monkeypatch):
     assert [entry["step"] for entry in listed(files_at())] == [8]
 
 
+def test_metrics_are_in_the_store_while_the_run_trains(monkeypatch):
+    monkeypatch.setattr(remote_copy, "_FILES_EVERY_SECONDS", 0.0)
+    copied = Event()
+    put_file = MemoryFileSystem.put_file
+
+    def noticed(self, source, target, **options):
+        put_file(self, source, target, **options)
+        if target.endswith("metrics.jsonl") and self.cat_file(target):
+            copied.set()
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", noticed)
+    steps = []
+
+    class WaitForUpload(Callback):
+        def on_step_end(self, run):
+            if run.state.step == 3:
+                assert copied.wait(600)
+                steps.extend(json.loads(line)["step"] for line in files_at()["metrics.jsonl"].splitlines())
+
+    settings = {"callbacks": [WaitForUpload()], "loggers": ["jsonl"], "report": False, "log_every": "1step"}
+    Trainer(max_duration="4step", run_dir=URL, **settings).fit(Regression(momentum), data())
+    assert steps and steps[-1] < 4
+
+
 def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_copied(monkeypatch, caplog):
     copying, pruned = Event(), Event()
     put_file = MemoryFileSystem.put_file

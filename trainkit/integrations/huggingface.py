@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -23,6 +23,8 @@ from trainkit.task import OptimizerSpec, TaskModule
 
 IGNORED_LABEL = -100
 """The label that transformers' losses ignore."""
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm($|\.)")
+"""Names of parameters without weight decay, in transformers' Trainer too."""
 _SCHEDULES = ("constant", "linear", "cosine")
 _LORA = {"rank": None, "alpha": 16, "targets": "all-linear", "dropout": 0.0, "modules_to_save": None}
 """Settings of LoRA adapters, with their defaults."""
@@ -56,7 +58,8 @@ class HuggingFaceTask(TaskModule):
         config: The model's configuration: `model_type` and its arguments; weights are then random.
         pretrained: Name or folder of pretrained weights, instead of `config`; a name may be downloaded.
         learning_rate: Of AdamW, after the warm-up.
-        weight_decay: Of AdamW, for matrices; biases and norms have none.
+        weight_decay: Of AdamW, for what transformers' Trainer decays: all but `LayerNorm` modules and parameters with
+            `bias` or a norm in their names.
         schedule: How the learning rate goes on: `constant`, `linear` or `cosine`, both down to 0.
         warmup: Part of all steps over which the learning rate rises.
         lora: LoRA adapters (Hu et al., 2021, by the peft package), which alone are trained: `rank`, `alpha` (16; their
@@ -119,11 +122,13 @@ class HuggingFaceTask(TaskModule):
         return logits
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
-        """Return AdamW that decays matrices only, with its schedule."""
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        """Return AdamW that decays what transformers' Trainer decays, with its schedule."""
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        norms = {id(p) for module in self.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
+        is_without = {name: bool(_NO_DECAY.search(name.lower())) or id(p) in norms for name, p in trained.items()}
         groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for name, p in trained.items() if not is_without[name]], "weight_decay": self.weight_decay},
+            {"params": [p for name, p in trained.items() if is_without[name]], "weight_decay": 0.0},
         ]
         optimizer = AdamW([group for group in groups if group["params"]], lr=self.learning_rate)
         if self.schedule == "constant" and self.warmup == 0:
