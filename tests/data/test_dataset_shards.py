@@ -535,3 +535,13 @@ def test_a_shuffle_buffer_of_one_shard_is_read_again_as_its_state_leaves_it_out(
     again.load_state_dict(stopped.state_dict(4))
     assert seen(again.step_batches(0, 4)) == seen(whole.step_batches(0, 0))[1:]
     assert "its first 4 samples are read again and skipped" in caplog.text
+
+
+def test_a_dataset_that_was_divided_by_node_is_refused():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    whole = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=4)
+    assert Data(train=split_dataset_by_node(whole, rank=0, world_size=1), batch_size=2).stage_data("train")
+    with pytest.raises(UserError, match=r"split_dataset_by_node has divided over ranks.*Pass the whole dataset"):
+        Data(train=split_dataset_by_node(whole, rank=0, world_size=2), batch_size=2).stage_data("train")

@@ -6,9 +6,11 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.data.test_dataset_shards import ThreadRanks
 from tests.data.test_loader import Positioned, flat, loader_of, read
 from tests.tasks import Regression, RegressionStream, StopAt, assert_same_bits, regression_data
 from trainkit import Data, Trainer, UserError
+from trainkit.data.loader import open_loader
 from trainkit.integrations.lightning import data_of
 from trainkit.testing import run_ranks
 
@@ -218,6 +220,31 @@ def test_batches_of_nodes_are_global_batches_and_continue_exactly(caplog):
     again.load_state_dict(stopped.state_dict(1))
     assert read(again, 0, 1) == [[[3] * 3], [[2] * 2]]
     assert not caplog.text
+
+
+# ---- Ranks
+
+
+class Divided(IterableDataset):
+    """Yields the items of one rank of two."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __iter__(self):
+        return ({"text": f"item {number}", "of": object()} for number in range(self.rank, 16, 2))
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_ranks_that_read_other_items_are_told_that_some_are_lost(is_divided, caplog):
+    def read_one(strategy):
+        dataset = Divided(strategy.comm.rank if is_divided else 0)
+        data = Data(train=dataset, batch_size=4, collate_fn=len)
+        next(open_loader(data.stage_data("train"), strategy, seed=0).step_batches(0, 0))
+
+    ThreadRanks(2).run(read_one)
+    told = [record for record in caplog.records if "divides its items by rank, some are lost" in record.getMessage()]
+    assert len(told) == is_divided
 
 
 # ---- Runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -50,7 +51,7 @@ from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.rng import preserve_rng
 from trainkit.state import TrainState
-from trainkit.tree import num_rows, rows
+from trainkit.tree import num_rows, rows, tree_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +368,10 @@ class IterableBatchLoader(BatchLoader):
         self._restored: dict[str, Any] = {}
         self._dataset = with_state(stage_data.dataset)
         self._keeps_position = can_seek(self._dataset)
-        self._has_warned = self.rank != 0 or stage_data.stage != "train"
+        self._comm = strategy.comm
+        self._is_checked = stage_data.stage != "train"
+        self._first_item = ""
+        """A digest of the first item that this rank has read; empty if ranks read different ones."""
         # A worker has a copy of the dataset: every epoch starts from the state of the dataset in this process.
         self._continues_over_epochs = self._keeps_position and stage_data.num_workers == 0
         bounds = (stage_data.num_items, None if self.limit is None else self.limit * self._step_items)
@@ -379,14 +383,9 @@ class IterableBatchLoader(BatchLoader):
         samples = self._from(epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
         following = self._take(samples, position)
-        if not self._has_warned and following.num_items == self._step_items:
-            self._has_warned = True
-            if not self._can_resume(samples):
-                logger.warning(
-                    "the iterable training dataset %s: a resumed run reads its first samples again and skips them. "
-                    "Define both to continue at the exact sample.",
-                    _CANNOT_SEEK,
-                )
+        if not self._is_checked:
+            self._is_checked = True
+            self._check_first(samples, is_full=following.num_items == self._step_items, skipped=position)
         while following.num_items:
             taken, state = following, self._state_after(samples)
             position += taken.num_items
@@ -423,6 +422,27 @@ class IterableBatchLoader(BatchLoader):
             return {} if samples.position is None else samples.position._asdict()
         saved = state_of(self._dataset) if self._keeps_position else {}
         return {"dataset": saved} if saved else {}
+
+    def _check_first(self, samples: Any, *, is_full: bool, skipped: int) -> None:
+        """Warn, after the first global batch, if a resume reads samples again or if ranks read others; collective."""
+        first_items = (
+            self._comm.all_gather_object(self._first_item) if self._first_item and self.world_size > 1 else [""]
+        )
+        if self.rank != 0:
+            return
+        if is_full and not skipped and not self._can_resume(samples):
+            logger.warning(
+                "the iterable training dataset %s: a resumed run reads its first samples again and skips them. "
+                "Define both to continue at the exact sample.",
+                _CANNOT_SEEK,
+            )
+        if len({*first_items}) > 1:
+            logger.warning(
+                "the first item of the iterable training dataset is not the same on all ranks, but each rank must read "
+                "all items in the same order: of W ranks, each keeps every W-th. If the dataset divides its items by "
+                "rank, some are lost: let it yield all, or define num_shards and shard(num_shards, index). If it "
+                "shuffles, draw from a generator that is seeded in set_epoch, or set num_workers=1."
+            )
 
     def _can_resume(self, samples: Any) -> bool:
         """Return True if the dataset has a state after the first global batch."""
@@ -462,7 +482,6 @@ class IterableBatchLoader(BatchLoader):
         what = "samples" if self.stage_data.batch_size else "batches"
         again = f"its first {position} {what} are read again and skipped{random}."
         logger.warning("the iterable training dataset %s: %s", reason, again)
-        self._has_warned = True
 
     def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
         """Return the samples from a saved state, which the process that reads them loads."""
@@ -490,6 +509,8 @@ class IterableBatchLoader(BatchLoader):
         """Return the samples of the next global batch; raises UserError if the dataset is empty."""
         step_batch = list(islice(samples, self._step_items))
         self._check_not_empty(taken + len(step_batch))
+        if not self._is_checked:
+            self._first_item = _digest(step_batch[0])
         return [] if self.stage_data.drop_last and len(step_batch) < self._step_items else step_batch
 
     def _check_not_empty(self, num_samples: int) -> None:
@@ -542,7 +563,6 @@ class ShardedBatchLoader(IterableBatchLoader):
 
     def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
         super().__init__(stage_data, strategy, **settings)
-        self._comm = strategy.comm
         self._continues_over_epochs = False
         self._num_shards = num_shards_of(stage_data.dataset) or 1
         readers = num_readers(self._num_shards, self.world_size, self._step_items)
@@ -618,6 +638,13 @@ class ShardedBatchLoader(IterableBatchLoader):
         self._check_not_empty(taken + step_batch.num_items)
         is_dropped = self.stage_data.drop_last and step_batch.num_items < self._step_items
         return Taken([], 0) if is_dropped else step_batch
+
+
+def _digest(item: Any) -> str:
+    """Return a hash of the numbers and texts in an item."""
+    values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(item)]
+    known = [value for value in values if isinstance(value, (bool, int, float, complex, str, bytes, list))]
+    return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:

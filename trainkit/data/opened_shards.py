@@ -168,6 +168,16 @@ def with_state(dataset: Any) -> Any:
 def with_shards(stage: str, dataset: Any, *, is_pre_batched: bool) -> Any:
     """Return a dataset of webdataset as `Shards`, any other as it is; raises UserError if it cannot be divided."""
     what = f"the {stage} data is a {type(dataset).__name__} of"
+    divided = getattr(dataset, "_distributed", None)
+    if (
+        _is_a(dataset, "datasets.iterable_dataset", "IterableDataset")
+        and divided is not None
+        and divided.world_size > 1
+    ):
+        raise UserError(
+            f"{what} Hugging Face datasets that split_dataset_by_node has divided over ranks; the strategy does that. "
+            "Pass the whole dataset."
+        )
     if _is_streaming_dataset(dataset):
         raise UserError(
             f"{what} MosaicML, which divides its samples over ranks and workers itself, in its own order. Pass "
