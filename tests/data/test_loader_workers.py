@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from trainkit.callbacks.ema import EMA
 
 from tests.tasks import FakeRank, Recorder, Regression, StopAt, assert_same_bits, regression_data
@@ -176,3 +176,46 @@ def test_a_signal_while_workers_start_ends_the_run_before_its_second_step(make_t
         make_trainer(callbacks=[recorder]).fit(Regression(), data)
     assert caught.value.exit_code == 143
     assert recorder.steps_of("on_step_end") == [1]
+
+
+class Opened(Dataset[Any]):
+    """Has samples once a worker has opened it."""
+
+    opened = -1.0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.opened)
+
+
+class OpenedStream(IterableDataset[Any]):
+    opened, num_shards = -1.0, 1
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        shard = OpenedStream()
+        shard.opened = self.opened
+        return shard
+
+    def __iter__(self) -> Any:
+        return iter([torch.tensor(self.opened)] * 2)
+
+
+class OpenedShards(OpenedStream):
+    num_shards = 2
+
+
+def open_dataset(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None and info.id == number
+    info.dataset.opened = 7.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "dataset", [Opened(), OpenedStream(), OpenedShards()], ids=lambda dataset: type(dataset).__name__
+)
+def test_the_worker_init_fn_of_a_loader_is_called_with_its_dataset(dataset: Any) -> None:
+    (batch,) = read(Data(train=DataLoader(dataset, 4, num_workers=1, worker_init_fn=open_dataset)), (0, 0))
+    assert set(batch.tolist()) == {7.0}
+    assert dataset.opened == -1.0

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils.data import (
 
 from trainkit.data.dataset_shards import num_shards_of
 from trainkit.data.opened_shards import as_iterable, with_shards
-from trainkit.data.readers import Collate
+from trainkit.data.readers import Collate, StartWorker, start_worker
 from trainkit.errors import UserError
 
 STAGES = ("train", "validation", "test", "predict")
@@ -50,6 +51,7 @@ class StageData:
     pin_memory: bool
     sampler: Sampler[int] | None = None
     persistent_workers: bool = True
+    start_worker: StartWorker = start_worker
     lengths: Sequence[int] | None = None
     """One length for each sample, to group samples of similar length."""
     sample_weights: Tensor | None = None
@@ -180,9 +182,11 @@ class Data:
     def _stage_data(self, stage: str, dataset: Any) -> StageData:
         is_train = stage == "train"
         source: Data | DataLoader[Any] = self
+        start: StartWorker = start_worker
         shuffle, drop_last, sampler, size, is_pre_batched = self.shuffle, self.drop_last, None, None, False
         if isinstance(dataset, DataLoader):
             _check_loader(stage, dataset)
+            start = partial(start_worker, dataset=dataset.dataset, worker_init_fn=dataset.worker_init_fn)
             source, dataset = dataset, as_iterable(stage, dataset.dataset)
             is_iterable = isinstance(dataset, IterableDataset)
             sampling = source if is_iterable else _sampling_of(stage, source)
@@ -203,6 +207,7 @@ class Data:
             pin_memory=source.pin_memory,
             sampler=sampler,
             persistent_workers=self.persistent_workers,
+            start_worker=start,
             lengths=self.lengths if is_train else None,
             sample_weights=self._weights_of(dataset) if is_train else None,
         )

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainkit.data.order import sample_seed
-from trainkit.data.readers import WorkerIterator
+from trainkit.data.readers import StartWorker, WorkerIterator, start_worker
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.rng import seed_python, seeded_python
@@ -223,7 +223,14 @@ class ShardReader:
     """Reads some shards of a dataset in this process, or ahead in worker processes that divide them."""
 
     def __init__(
-        self, dataset: Any, starts: Mapping[int, ShardStart], *, num_workers: int, seed: int, **settings: Any
+        self,
+        dataset: Any,
+        starts: Mapping[int, ShardStart],
+        *,
+        num_workers: int,
+        start: StartWorker = start_worker,
+        seed: int,
+        **settings: Any,
     ) -> None:
         self.shards = list(starts)
         self.ended: dict[int, int] = {}
@@ -237,7 +244,7 @@ class ShardReader:
             own = self.shards[worker :: max(num_workers, 1)]
             chunks = ShardChunks(dataset, {shard: starts[shard] for shard in own}, seed=seed, **settings)
             # The worker reads one chunk of each of its shards ahead.
-            opened = WorkerIterator(chunks, seed=seed, ahead=len(own)) if num_workers else iter(chunks)
+            opened = WorkerIterator(chunks, seed=seed, ahead=len(own), start=start) if num_workers else iter(chunks)
             self._chunks.update(dict.fromkeys(own, opened))
 
     def fill(self, shard: int, count: int) -> bool:
@@ -305,6 +312,7 @@ class ShardedSamples:
         *,
         batch_size: int,
         num_workers: int,
+        start: StartWorker = start_worker,
         seed: int,
         epoch: int,
         saved: Mapping[str, Any] | None = None,
@@ -326,7 +334,8 @@ class ShardedSamples:
             taken = self._place.taken(shard, self._lengths)
             if taken != self._lengths[shard]:
                 starts[shard] = ShardStart(taken, *states.get(shard, (0, None)))
-        self._reader = ShardReader(dataset, starts, num_workers=num_workers, seed=seed, epoch=epoch, **settings)
+        settings |= {"num_workers": num_workers, "start": start, "seed": seed, "epoch": epoch}
+        self._reader = ShardReader(dataset, starts, **settings)
 
     def take(self, count: int) -> Taken:
         """Return this rank's samples among the next `count` of all; collective."""

@@ -285,6 +285,7 @@ class MapBatchLoader(BatchLoader):
                 num_workers=self.stage_data.num_workers,
                 pin_memory=self.stage_data.pin_memory and torch.cuda.is_available(),
                 persistent=self.stage_data.persistent_workers,
+                start=self.stage_data.start_worker,
             )
         return self._pool
 
@@ -498,7 +499,8 @@ class IterableBatchLoader(BatchLoader):
             return iter(self._dataset)
         seed = request_seed(self.seed, epoch, position)
         every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
-        return WorkerIterator(self._dataset, seed=seed, every=every, begins_at=begins_at)
+        start = stage_data.start_worker
+        return WorkerIterator(self._dataset, seed=seed, every=every, begins_at=begins_at, start=start)
 
     def _take(self, samples: Any, taken: int) -> Taken:
         """Return this rank's samples of the next global batch, after `taken` ones; of no items at the end."""
@@ -631,7 +633,8 @@ class ShardedBatchLoader(IterableBatchLoader):
         return stream
 
     def _settings(self, epoch: int) -> dict[str, Any]:
-        return {"num_workers": self.stage_data.num_workers, "seed": self.seed, "epoch": epoch}
+        start = self.stage_data.start_worker
+        return {"num_workers": self.stage_data.num_workers, "start": start, "seed": self.seed, "epoch": epoch}
 
     def _take(self, samples: ShardedSamples, taken: int) -> Taken:
         step_batch = samples.take(self._step_items)

@@ -13,7 +13,16 @@ from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+from torch.utils.data._utils import worker
 
 from trainkit.checkpoint.files import reason
 from trainkit.data.order import sample_seed
@@ -23,6 +32,8 @@ from trainkit.rng import rng_state, seed_everything, set_rng_state
 _PIPES = 4  # files that the pipes of a worker hold open, and those of all workers together
 
 Collate = Callable[[list[Any]], Any]
+StartWorker = Callable[[int], None]
+"""Takes the number of a worker process, when it starts."""
 GetSample = Callable[[int, int], Any]
 """Takes an index and the seed for the randomness of that sample; returns the sample."""
 Reader = Callable[[Tensor, int], Any]
@@ -90,9 +101,16 @@ def collate(collate_fn: Collate, samples: list[Any]) -> Any:
         ) from None
 
 
-def _keep_inherited(_: int) -> None:
-    """Never collect what a worker has inherited: the end of a process group waits for threads that no worker has."""
-    gc.freeze()
+def start_worker(number: int, *, dataset: Any = None, worker_init_fn: StartWorker | None = None) -> None:
+    """Prepare a worker process, and call a DataLoader's `worker_init_fn`; `get_worker_info` then has its dataset."""
+    gc.freeze()  # what is inherited is never collected: the end of a process group waits for threads that no worker has
+    if worker_init_fn is not None:
+        info = get_worker_info()
+        assert info is not None  # in a worker
+        worker._worker_info = worker.WorkerInfo(
+            id=number, num_workers=info.num_workers, seed=info.seed, dataset=dataset
+        )
+        worker_init_fn(number)
 
 
 class Request(NamedTuple):
@@ -111,7 +129,15 @@ class WorkerPool:
     step at which a run is resumed.
     """
 
-    def __init__(self, reader: Reader, *, num_workers: int, pin_memory: bool, persistent: bool) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        persistent: bool,
+        start: StartWorker = start_worker,
+    ) -> None:
         self._requests = _Requests()
         self._loader: DataLoader[Any] = DataLoader(
             _RequestDataset(reader),
@@ -120,7 +146,7 @@ class WorkerPool:
             collate_fn=_no_collate,
             pin_memory=pin_memory,
             persistent_workers=persistent,
-            worker_init_fn=_keep_inherited,
+            worker_init_fn=start,
             # A separate generator: the loader would otherwise draw from the global one and change the run's randomness.
             generator=torch.Generator(),
         )
@@ -187,6 +213,7 @@ class WorkerIterator(Iterator[Any]):
         every: int | None = None,
         begins_at: StreamPosition | None = None,
         ahead: int = 2,
+        start: StartWorker = start_worker,
     ) -> None:
         self.position: StreamPosition | None = None
         """The last reported position."""
@@ -197,7 +224,7 @@ class WorkerIterator(Iterator[Any]):
             num_workers=1,
             prefetch_factor=ahead,
             collate_fn=_no_collate,
-            worker_init_fn=_keep_inherited,
+            worker_init_fn=start,
             generator=torch.Generator().manual_seed(seed),
         )
         self._items = _WorkerItems(loader)  # starts the worker, with the dataset as it is now
