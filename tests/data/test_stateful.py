@@ -164,12 +164,12 @@ def stream_data(kind, num_workers):
     stream = STREAMS[kind]()
     if isinstance(stream, IterableDataset):
         return Data(train=stateful(stream, batch_size=4, num_workers=num_workers))
-    return Data(train=stream, batch_size=4, num_workers=num_workers)
+    return Data(train=stream, batch_size=4)
 
 
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
-    [*((kind, 0) for kind in STREAMS), ("the state of its iterators", 1), ("a loader of nodes", 1)],
+    [*((kind, 0) for kind in STREAMS), ("the state of its iterators", 1)],
 )
 def test_a_stream_continues_at_its_exact_sample_on_two_ranks(kind, num_workers, caplog):
     loader = loader_of(stream_data(kind, num_workers))
@@ -365,6 +365,11 @@ def test_a_loader_that_changes_its_batches_is_refused_by_name(base):
 
     with pytest.raises(UserError, match=r"a Doubling, which makes its batches in an __iter__ of its own.*collate_fn"):
         Data(train=Doubling([torch.ones(1)] * 4, batch_size=2)).stage_data("train")
+
+
+def test_a_loader_of_nodes_is_refused_with_workers():
+    with pytest.raises(UserError, match=r"train data is a Loader with num_workers=1: .*Set num_workers=0; nodes of"):
+        Data(train=node_loader(), batch_size=4, num_workers=1).stage_data("train")
 
 
 def test_a_node_without_its_loader_is_refused_with_what_to_pass():

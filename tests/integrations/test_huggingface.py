@@ -1,6 +1,7 @@
 import json
 import math
 from copy import deepcopy
+from functools import partialmethod
 
 import pytest
 import torch
@@ -219,6 +220,23 @@ def test_a_saved_model_is_loaded_by_transformers_and_computes_the_same(auto_clas
     assert described(tmp_path) == described(tmp_path / "own")
     after = made.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
+def test_a_large_model_is_saved_in_shards_that_the_index_lists(tmp_path, monkeypatch):
+    import transformers
+
+    pytest.importorskip("peft")
+    kind = transformers.PreTrainedModel
+    monkeypatch.setattr(kind, "save_pretrained", partialmethod(kind.save_pretrained, max_shard_size="4KB"))
+    made = changed(task(lora={"rank": 2}))
+    made.save_pretrained(tmp_path)
+    of_names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    assert len(shards) > 1
+    assert of_names == {name: file for file, tensors in shards.items() for name in tensors}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(IDS).logits, made.model(IDS).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own

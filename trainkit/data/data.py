@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from trainkit.data.dataset_shards import num_shards_of
-from trainkit.data.opened_shards import as_iterable, with_shards
+from trainkit.data.opened_shards import StatefulIterable, as_iterable, with_shards
 from trainkit.data.readers import Collate, StartWorker, start_worker
 from trainkit.errors import UserError
 
@@ -329,6 +329,12 @@ def _check(data: StageData, *, is_pre_batched: bool) -> None:
             "less."
         )
     if data.is_iterable:
+        if isinstance(data.dataset, StatefulIterable) and data.num_workers:
+            raise UserError(
+                f"the {stage} data is a {type(data.dataset.iterable).__name__} with num_workers={data.num_workers}: a "
+                "worker would read a copy of it from its beginning in each epoch. Set num_workers=0; nodes of "
+                "torchdata read ahead by themselves."
+            )
         if data.num_workers > 1 and (size is None or num_shards_of(data.dataset) is None):
             whole = "of global batches (batch_size=None)" if size is None else "without several shards"
             raise UserError(

@@ -111,27 +111,27 @@ def as_iterable(stage: str, dataset: Any) -> Any:
         )
     if isinstance(dataset, IterableDataset) or hasattr(dataset, "__getitem__") or not can_seek(dataset):
         return dataset
-    return _StatefulIterable(dataset) if hasattr(dataset, "__iter__") else dataset
+    return StatefulIterable(dataset) if hasattr(dataset, "__iter__") else dataset
 
 
-class _StatefulIterable(IterableDataset[Any]):
-    """The items of an object that iterates, and its state."""
+class StatefulIterable(IterableDataset[Any]):
+    """The items of `iterable`, which is not a dataset, and its state."""
 
     def __init__(self, iterable: Any) -> None:
-        self._iterable = iterable
+        self.iterable = iterable
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._iterable)
+        return iter(self.iterable)
 
     def set_epoch(self, epoch: int) -> None:
-        set_epoch(self._iterable, epoch)
+        set_epoch(self.iterable, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = self._iterable.state_dict()
+        saved: dict[str, Any] = self.iterable.state_dict()
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._iterable.load_state_dict(saved)
+        self.iterable.load_state_dict(saved)
 
 
 class _StatefulIterators(IterableDataset[Any]):
