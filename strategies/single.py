@@ -21,3 +21,4 @@ class SingleStrategy(PhaseTraining):
     """
 
     supports_auto_micro_batch = True
+    supports_manual_backward = True

@@ -58,6 +58,8 @@ class Strategy:
     """Number of times that the ranks of this run were lost and started again."""
     supports_module_hooks: bool = True
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
+    supports_manual_backward: bool = False
+    """True if a task may make the backward of a micro-batch, and step its optimizers, by itself."""
     supports_compile: bool = True
     """True if steps run the task's own modules, which stay compiled from one step to the next."""
     supports_auto_micro_batch: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -84,10 +84,21 @@ class TaskModule(nn.Module):
 
 def has_phases(task: TaskModule) -> bool:
     """Return True if a task is trained in phases; raises UserError for `manual` without any."""
-    declared = type(task).configure_phases is not TaskModule.configure_phases
+    declared = getattr(task.configure_phases, "__func__", None) is not TaskModule.configure_phases
     if task.manual and not declared:
         raise UserError(
             f"{type(task).__name__} has manual = True, which needs named optimizers; define configure_phases(self): "
             "return [Phase('model', torch.optim.AdamW(self.parameters()))]."
         )
     return declared
+
+
+@runtime_checkable
+class ChecksSettings(Protocol):
+    """A task that cannot be trained under every strategy or setting."""
+
+    def check_settings(self, strategy: Any, config: Any) -> None:
+        """Raise UserError for a strategy, or a FitConfig, that cannot train the task.
+
+        Called before any process is started.
+        """

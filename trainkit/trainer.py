@@ -34,7 +34,7 @@ from trainkit.run_dir.lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
-from trainkit.task import TaskModule, has_phases
+from trainkit.task import ChecksSettings, TaskModule, has_phases
 
 if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
@@ -273,6 +273,8 @@ class Trainer:
 
     def _checked_for_fit(self, task: TaskModule, data: Any, resume: str | Path | None) -> Data:
         checked = self._checked_data(task, data, "train")
+        if isinstance(task, ChecksSettings):
+            task.check_settings(self.strategy, self.fit_config)
         if self.requeue_after is not None and resume != AUTO:
             raise UserError(
                 "requeue=true starts the same command again, which must then resume this run; add resume=auto."

@@ -2,8 +2,15 @@
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.demos.boring_classes import (  # noqa: F401 - trained by the tests
+    BoringDataModule,
+    BoringModel,
+    DemoModel,
+    ManualOptimBoringModel,
+)
+from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -112,3 +119,137 @@ class OverSeveralLoaders(Classifier):
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return self(batch[0])
+
+
+class SmallTransformer(LightningTransformer):
+    """The demo transformer on a few tokens of its own; its dropout depends on the index of the batch alone."""
+
+    def __init__(self):
+        super().__init__(vocab_size=20)
+
+    def prepare_data(self):
+        """Download nothing."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+
+    def train_dataloader(self):
+        tokens = torch.randint(0, 20, (49,), generator=torch.Generator().manual_seed(1))
+        return DataLoader([(tokens[i : i + 8], tokens[i + 1 : i + 9]) for i in range(0, 48, 8)], batch_size=2)
+
+
+class GAN(pl.LightningModule):
+    """Two networks that train against each other, in the pattern of Lightning's guide to manual optimization."""
+
+    def __init__(self, every=1):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
+        self.every = every
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        torch.manual_seed(batch_idx)
+        real, _ = batch
+        generator_optimizer, discriminator_optimizer = self.optimizers()
+        noise = torch.randn(len(real), 3)
+
+        self.toggle_optimizer(generator_optimizer)
+        loss = self.adversarial(self.discriminator(self.generator(noise)), 1.0)
+        self.log("train_generator_loss", loss, on_epoch=True)
+        self.manual_backward(loss / self.every)
+        if (batch_idx + 1) % self.every == 0:
+            self.clip_gradients(generator_optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            generator_optimizer.step()
+            generator_optimizer.zero_grad()
+        self.untoggle_optimizer(generator_optimizer)
+
+        with discriminator_optimizer.toggle_model():
+            fake = self.discriminator(self.generator(noise).detach())
+            loss = (self.adversarial(self.discriminator(real), 1.0) + self.adversarial(fake, 0.0)) / 2
+            self.log("train_loss", loss, on_epoch=True, on_step=False)
+            discriminator_optimizer.zero_grad()
+            self.manual_backward(loss)
+            discriminator_optimizer.step()
+        self.lr_schedulers()[0].step()
+        self.seen.append((self.current_epoch, batch_idx, self.global_step))
+
+    def adversarial(self, score, target):
+        return nn.functional.binary_cross_entropy_with_logits(score, torch.full_like(score, target))
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers()[1].step(metrics=1.0)
+
+    def configure_optimizers(self):
+        generator_optimizer = torch.optim.Adam(self.generator.parameters(), lr=0.05)
+        discriminator_optimizer = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
+        return [generator_optimizer, discriminator_optimizer], [
+            StepLR(generator_optimizer, 3, 0.5),
+            ReduceLROnPlateau(discriminator_optimizer, patience=0),
+        ]
+
+    def train_dataloader(self):
+        return DataLoader(samples(), batch_size=4)
+
+
+CALLED_HOOKS = [
+    f"on_{stage}_{edge}"
+    for stage in ("fit", "train", "train_epoch", "train_batch", "validation", "validation_epoch", "validation_batch")
+    for edge in ("start", "end")
+]
+
+
+def noting(hook):
+    """Return a method that notes its call with what is true there."""
+
+    def method(self, *arguments):
+        moment = (self.current_epoch, self.global_step, self.training, torch.is_grad_enabled())
+        plain = [argument for argument in arguments if isinstance(argument, int)]
+        self.calls.append((hook, *moment, float(self.net.weight.sum()), *plain))
+
+    return method
+
+
+class Noting(Classifier):
+    """Notes every hook that is called, with what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_after_backward(self):
+        self.calls.append(("on_after_backward", self.global_step, float(self.net.weight.grad.sum())))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.calls.append(("on_before_optimizer_step", type(optimizer).__name__, float(self.net.weight.grad.sum())))
+
+    def setup(self, stage):
+        self.calls.append(("setup", stage))
+
+    def teardown(self, stage):
+        self.calls.append(("teardown", stage))
+
+
+for _hook in CALLED_HOOKS:
+    setattr(Noting, _hook, noting(_hook))
+
+
+class ManualNoting(ManualOptimBoringModel):
+    """Notes the hooks of manual optimization."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_before_backward(self, loss):
+        self.calls.append(("on_before_backward", float(loss.detach())))
+
+    def on_after_backward(self):
+        self.calls.append(("on_after_backward", float(self.layer.weight.grad.sum()), self.global_step))
+
+    def on_before_optimizer_step(self, optimizer):
+        self.calls.append(("on_before_optimizer_step", type(optimizer).__name__))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.calls.append(("on_train_batch_end", float(outputs["loss"]), batch_idx, self.global_step))

@@ -2,6 +2,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.gradient_norms import GradientNorms
+from trainkit.callbacks.learning_rate_finder import LearningRateFinder
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -21,29 +24,41 @@ def modules():
     return lightning_modules
 
 
-def fit(task, data, *, tmp_path, strategy=None, epochs=2):
-    trainer = Trainer(
-        strategy or SingleStrategy(), max_duration=f"{epochs}epoch", run_dir=tmp_path, callbacks=[], loggers=[]
-    )
-    return trainer.fit(task, data)
+def fit(task, data, *, tmp_path, strategy=None, epochs=2, resume=None, **settings):
+    settings = {"max_duration": f"{epochs}epoch", "callbacks": [], "loggers": [], "report": False, **settings}
+    return Trainer(strategy or SingleStrategy(), run_dir=tmp_path, **settings).fit(task, data, resume=resume)
 
 
-@pytest.fixture(scope="module")
-def trained_by_lightning(modules, tmp_path_factory):
+def fit_by_lightning(module, data=None, *, tmp_path, epochs=2):
     import lightning.pytorch as pl
 
-    trained = modules.classifier()
     trainer = pl.Trainer(
-        max_epochs=2,
+        max_epochs=epochs,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=tmp_path_factory.mktemp("lightning"),
+        default_root_dir=tmp_path,
     )
-    trainer.fit(trained)
-    return trained, {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.fit(module, data)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+def has_weights_of(module, other):
+    pairs = zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(own, others) and own.isfinite().all() for own, others in pairs)
+
+
+@pytest.fixture(scope="module")
+def trained_by_lightning(modules, tmp_path_factory):
+    trained = modules.classifier()
+    return trained, fit_by_lightning(trained, tmp_path=tmp_path_factory.mktemp("lightning"))
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -104,22 +119,6 @@ def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strateg
     torch.testing.assert_close(together.module.net.weight, alone.module.net.weight)
     for name in ("train/epoch_acc", "validation/acc", "validation/epoch_acc"):
         assert result.metrics[name] == pytest.approx(expected.metrics[name], abs=1e-6)
-
-
-def test_hooks_that_are_not_called_are_named(modules):
-    class Hooked(modules.Classifier):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            pass
-
-    with pytest.warns(UserWarning, match="on_train_batch_end"):
-        LightningTask(Hooked())
-
-
-def test_manual_optimization_is_rejected(modules):
-    manual = modules.classifier()
-    manual.automatic_optimization = False
-    with pytest.raises(UserError, match="configure_phases"):
-        LightningTask(manual)
 
 
 def test_an_unknown_trainer_attribute_is_rejected_with_the_known_ones(modules):
@@ -185,6 +184,133 @@ def test_several_optimizers_are_rejected_with_the_alternative():
         read_optimizers([optimizer_of(model), optimizer_of(model)], of="Net")
 
 
+# ---- The same as Lightning
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("name", ["BoringModel", "DemoModel", "ManualOptimBoringModel", "SmallTransformer"])
+def test_lightnings_demo_classes_have_the_weights_that_lightning_gives_them(modules, tmp_path, name):
+    expected, module = seeded(getattr(modules, name)), seeded(getattr(modules, name))
+    data = None if name == "SmallTransformer" else seeded(modules.BoringDataModule)
+    fit_by_lightning(expected, data, tmp_path=tmp_path)
+    fit(LightningTask(module), data_of(data or module), tmp_path=tmp_path, fused_optimizer=False)
+    assert has_weights_of(module, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_gan_with_manual_optimization_has_the_weights_and_values_that_lightning_gives_it(modules, tmp_path, every):
+    expected, gan = seeded(lambda: modules.GAN(every)), seeded(lambda: modules.GAN(every))
+    logged = fit_by_lightning(expected, tmp_path=tmp_path)
+    settings = {"fused_optimizer": False, "log_every": "1epoch"}
+    metrics = fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path, **settings).metrics
+    assert has_weights_of(gan, expected)
+    assert gan.seen == expected.seen
+    assert metrics["train/generator_loss"] == pytest.approx(logged["train_generator_loss"], abs=1e-6)
+    assert metrics["train/loss"] == pytest.approx(logged["train_loss"], abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+@pytest.mark.parametrize("name", ["Noting", "ManualNoting"])
+def test_hooks_are_called_in_lightnings_order_and_see_the_same(modules, tmp_path, name):
+    expected, module = seeded(getattr(modules, name)), seeded(getattr(modules, name))
+    data = None if name == "Noting" else seeded(modules.BoringDataModule)
+    fit_by_lightning(expected, data, tmp_path=tmp_path)
+    fit(LightningTask(module), data_of(data or module), tmp_path=tmp_path, fused_optimizer=False)
+    assert module.calls == expected.calls
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_modules_that_the_user_put_in_evaluation_mode_stay_there(modules, tmp_path):
+    class Frozen(modules.Classifier):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4).eval()
+            self.modes = []
+
+        def forward(self, x):
+            self.modes.append((self.training, self.norm.training, self.net.training))
+            return self.net(self.norm(x))
+
+    expected, module = seeded(Frozen), seeded(Frozen)
+    fit_by_lightning(expected, tmp_path=tmp_path)
+    fit(LightningTask(module), data_of(module), tmp_path=tmp_path, fused_optimizer=False)
+    assert module.modes == expected.modes
+    assert has_weights_of(module, expected)
+
+
+# ---- Manual optimization
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_resumed_gan_has_the_bits_of_one_that_was_not_stopped(modules, tmp_path, every):
+    def train(folder, **settings):
+        gan = seeded(lambda: modules.GAN(every))
+        fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path / folder, callbacks=[Checkpoint()], **settings)
+        return gan
+
+    whole = train("whole", epochs=3)
+    train("stopped", max_duration="9step")  # with every=2, a gradient waits for the next batch
+    resumed = train("stopped", epochs=3, resume=tmp_path / "stopped")
+    assert has_weights_of(resumed, whole)
+    assert resumed.seen == whole.seen[9:]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "remedy"),
+    [
+        (DDPStrategy(devices=2), {}, "Set strategy=single"),
+        (DataParallelStrategy(devices=["cpu", "cpu"]), {}, "Set strategy=single"),
+        (SingleStrategy(accumulate=2), {}, "strategy.accumulate=1"),
+        (SingleStrategy(micro_batch_size=2), {}, "without micro_batch_size"),
+        (SingleStrategy(), {"precision": "fp16-mixed"}, "trainer.precision=bf16-mixed"),
+        (SingleStrategy(), {"max_grad_norm": 1.0}, "trainer.max_grad_norm=null .*self.clip_gradients"),
+        (SingleStrategy(), {"on_nonfinite": "skip"}, "trainer.on_nonfinite=raise"),
+        (SingleStrategy(), {"skip_grad_norm_factor": 5.0}, "trainer.skip_grad_norm_factor=null"),
+    ],
+)
+def test_manual_optimization_refuses_what_would_change_it(modules, tmp_path, strategy, settings, remedy):
+    gan = modules.GAN()
+    with pytest.raises(UserError, match=f"GAN has automatic_optimization=False.* {remedy}"):
+        fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path / "run", strategy=strategy, **settings)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [(GradientNorms(), "gradient_norms"), (LearningRateFinder(phase="optimizer_0"), "learning_rate_finder")],
+)
+def test_manual_optimization_refuses_callbacks_that_need_steps_or_gradients(modules, tmp_path, callback, name):
+    gan = modules.GAN()
+    with pytest.raises(UserError, match=f"automatic_optimization=False.*{name}"):
+        fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path, callbacks=[callback])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda gan: None, "returned no optimizer; return torch optimizers"),
+        (lambda gan: [1], "returned int; return torch optimizers"),
+        (
+            lambda gan: ([optimizer_of(gan)], [StepLR(optimizer_of(gan), 1)]),
+            "returned a StepLR .* of one of the returned",
+        ),
+    ],
+)
+def test_manual_optimization_refuses_unusable_optimizers(modules, tmp_path, returned, message):
+    gan = modules.GAN()
+    gan.configure_optimizers = lambda: returned(gan)
+    with pytest.raises(UserError, match=f"GAN.configure_optimizers {message}"):
+        fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path)
+
+
+def test_manual_optimization_trains_in_bf16_with_the_default_callbacks(modules, tmp_path):
+    gan = modules.GAN()
+    result = fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path, precision="bf16-mixed", callbacks=None, epochs=1)
+    assert (result.steps, gan.global_step) == (6, 12)
+    assert {"train/loss", "train/generator_loss", "train/optimizer_1/learning_rate"} < set(result.metrics)
+
+
 # ---- What is logged at the end of epochs
 
 
@@ -213,14 +339,32 @@ def test_values_at_the_end_of_an_epoch_are_means_over_its_samples_and_metrics_ar
     assert metrics["validation/object"] == pytest.approx(metrics["validation/epoch_acc"], abs=1e-6)
 
 
-def test_a_value_logged_outside_of_steps_and_epoch_ends_is_named(modules, tmp_path):
-    class Early(modules.Classifier):
-        def on_fit_start(self):
-            self.log("early", 1.0)
-
-    task = LightningTask(Early())
-    with pytest.warns(UserWarning, match=r"self\.log\('early'\) is ignored"):
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_batch_end", "on_validation_start"])
+def test_a_value_logged_where_nothing_is_logged_is_refused(modules, tmp_path, hook):
+    logging = type("Early", (modules.Classifier,), {hook: lambda self, *arguments: self.log("early", 1.0)})
+    task = LightningTask(logging())
+    with pytest.raises(UserError, match=r"self\.log\('early'\) was called where nothing is logged"):
         fit(task, data_of(task.module), tmp_path=tmp_path, epochs=1)
+
+
+def test_a_value_is_logged_once_whatever_the_arguments_of_log(modules, tmp_path):
+    class Logs(modules.Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_twice", loss.detach(), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+            self.log("loss", loss)
+            return {"loss": loss, "other": 1.0}
+
+    task = LightningTask(seeded(Logs))
+    metrics = fit(task, data_of(task.module), tmp_path=tmp_path, epochs=1, evaluate_every=None).metrics
+    assert set(metrics) == {"train/loss", "train/twice", "train/acc", "train/epoch_acc", "train/epoch"}
+    assert metrics["train/twice"] == metrics["train/loss"]
+
+
+def test_a_module_has_the_hyperparameters_that_it_saves(modules, tmp_path):
+    task = LightningTask(modules.Classifier(lr=0.25))
+    result = fit(task, data_of(task.module), tmp_path=tmp_path, epochs=1)
+    assert (task.module.hparams.lr, result.steps) == (0.25, 4)
 
 
 # ---- Data modules
@@ -350,19 +494,99 @@ def test_what_needs_lightnings_own_loop_is_refused_by_name(modules, use, message
     ("method", "remedy"),
     [
         ("backward", "scale the loss"),
-        ("optimizer_step", "manual = True"),
-        ("optimizer_zero_grad", "manual = True"),
+        ("optimizer_step", "automatic_optimization = False"),
+        ("optimizer_zero_grad", "automatic_optimization = False"),
         ("lr_scheduler_step", "LRScheduler"),
         ("configure_gradient_clipping", "max_grad_norm"),
         ("on_before_batch_transfer", "on_after_batch_transfer"),
         ("transfer_batch_to_device", "on_after_batch_transfer"),
         ("configure_sharded_model", "configure_model"),
+        ("configure_callbacks", "Trainer\\(callbacks"),
+        ("on_before_backward", "end of training_step"),
+        ("on_before_zero_grad", "on_before_optimizer_step"),
+        ("on_save_checkpoint", "register_buffer"),
+        ("on_load_checkpoint", "register_buffer"),
+        ("on_validation_model_eval", "hook that is called"),
+        ("training_epoch_end", "on_train_epoch_end"),
     ],
 )
 def test_a_method_that_would_change_training_and_is_not_called_is_refused_with_the_remedy(modules, method, remedy):
     overriding = type("Overriding", (modules.Classifier,), {method: lambda self, *args: None})
     with pytest.raises(UserError, match=f"Overriding overrides {method}, .*{remedy}"):
         LightningTask(overriding())
+
+
+@pytest.mark.parametrize("method", ["on_after_batch_transfer", "transfer_batch_to_device", "load_state_dict"])
+def test_a_method_of_a_data_module_that_is_not_called_is_refused(modules, method):
+    overriding = type("Overriding", (modules.Prepared,), {method: lambda self, *args: None})
+    with pytest.raises(UserError, match=f"Overriding overrides {method}"):
+        data_of(overriding())
+
+
+@pytest.mark.parametrize(
+    ("hook", "strategy", "settings"),
+    [
+        ("on_train_batch_end", SingleStrategy(accumulate=2), {}),
+        ("on_train_batch_start", DataParallelStrategy(devices=["cpu", "cpu"]), {}),
+        ("on_before_optimizer_step", DDPStrategy(devices=2), {}),
+        ("on_after_backward", SingleStrategy(), {"precision": "fp16-mixed"}),
+    ],
+)
+def test_a_hook_that_would_have_another_moment_is_refused_before_training(modules, tmp_path, hook, strategy, settings):
+    module = type("Hooked", (modules.Classifier,), {hook: lambda self, *args: None})()
+    with pytest.raises(UserError, match=f"Hooked overrides {hook}, which cannot be called at Lightning's moment"):
+        fit(LightningTask(module), data_of(module), tmp_path=tmp_path / "run", strategy=strategy, **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_epoch_that_a_hook_would_end_is_refused(modules, tmp_path):
+    module = type("Ends", (modules.Classifier,), {"on_train_batch_start": lambda self, batch, batch_idx: -1})()
+    with pytest.raises(UserError, match="on_train_batch_start returned -1"):
+        fit(LightningTask(module), data_of(module), tmp_path=tmp_path)
+
+
+def test_values_logged_before_the_optimizer_steps_are_means_over_steps(modules, tmp_path):
+    class Norms(modules.Classifier):
+        def on_before_optimizer_step(self, optimizer):
+            self.norms = [*getattr(self, "norms", []), self.net.weight.grad.norm()]
+            self.log("train_norm", self.norms[-1])
+
+    module = seeded(Norms)
+    metrics = fit(LightningTask(module), data_of(module), tmp_path=tmp_path, epochs=1).metrics
+    assert metrics["train/norm"] == pytest.approx(float(torch.stack(module.norms).mean()))
+
+
+def test_a_module_is_set_up_and_torn_down_once_for_each_stage(modules, tmp_path):
+    class Staged(modules.OverSeveralLoaders):
+        calls = ()
+
+        def prepare_data(self):
+            self.calls = [*self.calls, "prepare"]
+
+        def setup(self, stage):
+            self.calls = [*self.calls, f"setup {stage}"]
+
+        def configure_model(self):
+            self.calls = [*self.calls, "configure"]
+
+        def teardown(self, stage):
+            self.calls = [*self.calls, f"teardown {stage}"]
+
+        def on_predict_start(self):
+            self.calls = [*self.calls, "predict"]
+
+        def predict_dataloader(self):
+            return self.val_dataloader()
+
+    module = Staged()
+    task = LightningTask(module)
+    data = data_of(module)
+    fit(task, data, tmp_path=tmp_path, epochs=1, evaluate_every=None)
+    Trainer("single", run_dir=tmp_path, callbacks=[], loggers=[]).predict(task, data)
+    assert module.calls == [
+        *("prepare", "setup fit", "configure", "teardown fit"),
+        *("setup predict", "predict", "teardown predict"),
+    ]
 
 
 @pytest.mark.parametrize(

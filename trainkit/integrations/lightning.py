@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -18,6 +18,9 @@ from trainkit.callback import Callback
 from trainkit.data.data import Data
 from trainkit.errors import UserError, nearest
 from trainkit.integrations.lightning_hooks import (
+    BATCH_HOOKS,
+    GRADIENT_HOOKS,
+    MOMENTS,
     LightningHooks,
     TrainerProxy,
     capture_logged,
@@ -26,8 +29,16 @@ from trainkit.integrations.lightning_hooks import (
     overrides,
     without_stage,
 )
+from trainkit.integrations.lightning_manual import ManualOptimization, check_manual
+from trainkit.metrics.step_output import read_evaluation_output
 from trainkit.optim.lr_schedule import LRSchedule
+from trainkit.optim.phase import Phase
 from trainkit.task import OptimizerSpec, StepReturn, TaskModule
+
+if TYPE_CHECKING:
+    from trainkit.loops.fit_config import FitConfig
+    from trainkit.loops.phases import PhaseControl
+    from trainkit.strategy import Strategy
 
 _LOADERS = {
     "train": "train_dataloader",
@@ -35,24 +46,44 @@ _LOADERS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
-_MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
-"""The argument of `setup` for a stage by itself."""
-_HOOKS_USED = frozenset(
+_HOOKS_CALLED = frozenset(
     f"on_{moment}_{edge}"
-    for moment in ("fit", "train", "train_epoch", "validation", "validation_epoch", "test", "test_epoch")
+    for stage in ("train", "validation", "test", "predict")
+    for moment in (stage, f"{stage}_epoch", f"{stage}_batch")
     for edge in ("start", "end")
-) | {"configure_model", "on_after_batch_transfer", "prepare_data", "setup", "teardown", *_LOADERS.values()}
+) | {
+    *("on_fit_start", "on_fit_end", *GRADIENT_HOOKS),
+    *("configure_model", "on_after_batch_transfer", "prepare_data", "setup", "teardown", *_LOADERS.values()),
+}
+_MANUAL_HOOKS = frozenset(("backward", "on_before_backward"))
+"""Methods that are called only in manual optimization."""
+_IN_COLLATE = "change the batch in the collate function, or in on_after_batch_transfer of the module"
 _REFUSED_METHODS = {
     "backward": "scale the loss in training_step",
-    "optimizer_step": "write a TaskModule with manual = True",
-    "optimizer_zero_grad": "write a TaskModule with manual = True",
+    "optimizer_step": "set automatic_optimization = False, and step the optimizers in training_step",
+    "optimizer_zero_grad": "set automatic_optimization = False, and call optimizer.zero_grad() in training_step",
     "lr_scheduler_step": "return a torch LRScheduler from configure_optimizers",
     "configure_gradient_clipping": "pass Trainer(max_grad_norm=1.0) or Trainer(max_grad_value=1.0)",
-    "on_before_batch_transfer": "change the batch in the collate function, or in on_after_batch_transfer",
-    "transfer_batch_to_device": "change the batch in the collate function, or in on_after_batch_transfer",
+    "configure_callbacks": "pass trainkit's callbacks: Trainer(callbacks=[...])",
     "configure_sharded_model": "call it configure_model",
+    "on_before_batch_transfer": _IN_COLLATE,
+    "transfer_batch_to_device": _IN_COLLATE,
+    "on_before_backward": "write it at the end of training_step",
+    "on_before_zero_grad": "write it in on_before_optimizer_step, or at the end of training_step",
+    "on_save_checkpoint": "keep what it saves in a buffer: self.register_buffer(name, tensor)",
+    "on_load_checkpoint": "keep what it loads in a buffer: self.register_buffer(name, tensor)",
+    "training_epoch_end": "call it on_train_epoch_end",
+    "validation_epoch_end": "call it on_validation_epoch_end",
+    "test_epoch_end": "call it on_test_epoch_end",
 }
-"""Methods without which a module would be trained otherwise, and what to write instead."""
+"""Methods that are not called, without which a module would be trained or saved otherwise; what to write instead."""
+_REFUSED_OF_DATA = {
+    "on_before_batch_transfer": _IN_COLLATE,
+    "transfer_batch_to_device": _IN_COLLATE,
+    "on_after_batch_transfer": _IN_COLLATE,
+    "state_dict": "make the data depend on the arguments of its constructor only",
+    "load_state_dict": "make the data depend on the arguments of its constructor only",
+}
 _REFUSED_CALLS = (
     "optimizers",
     "lr_schedulers",
@@ -60,19 +91,21 @@ _REFUSED_CALLS = (
     "untoggle_optimizer",
     "manual_backward",
     "clip_gradients",
-    "all_gather",
 )
 
 
 class LightningTask(TaskModule):
-    """Runs an unmodified LightningModule with automatic optimization.
+    """Runs an unmodified LightningModule.
 
-    Used are its steps, `configure_optimizers`, `self.log` and `self.log_dict`, `configure_model`, `prepare_data` and
-    `setup`, and the hooks at the start and end of fit, training, epochs and evaluations; a warning names hooks that
-    are overridden and are not called. What would train the module otherwise is refused by name. Every logged value is a
-    weighted mean over samples and ranks; `on_step`, `on_epoch`, `sync_dist` and `batch_size` have no effect. `train_`,
-    `val_` and `test_` in front of a name are dropped, as the name of the stage is put there: `val_acc` becomes
-    `validation/acc`.
+    Used are its steps, `configure_optimizers`, `self.log` and `self.log_dict`, `configure_model`, `prepare_data`,
+    `setup` and `teardown`, and the hooks of fit, epochs, batches and evaluations. What would train or save the module
+    otherwise is refused by name. Every logged value is a weighted mean over samples and ranks; `on_step`, `on_epoch`,
+    `sync_dist` and `batch_size` have no effect. `train_`, `val_` and `test_` in front of a name are dropped, as the
+    name of the stage is put there: `val_acc` becomes `validation/acc`.
+
+    A module with `automatic_optimization = False` makes its own backward and steps, under `strategy=single` and without
+    accumulation. Each of its optimizers is a phase: `optimizer_0` and so on. A step of trainkit is one training batch,
+    and `self.global_step` counts the steps of all optimizers.
 
     Of `self.trainer` there are `current_epoch`, `global_step`, `estimated_stepping_batches`, `sanity_checking`,
     `world_size`, `global_rank` and `is_global_zero`; nothing else can be read or set. `batch_idx` counts the
@@ -86,58 +119,153 @@ class LightningTask(TaskModule):
     def __init__(self, module: Any) -> None:
         super().__init__()
         _check(module)
+        self.manual = not module.automatic_optimization
         module.trainer = self.trainer_proxy = TrainerProxy()
+        self.trainer_proxy.manual = self.manual
         module.log, module.log_dict = log_value, log_values  # Lightning's own need its Trainer
-        for name in _REFUSED_CALLS:
+        for name in ("all_gather",) if self.manual else (*_REFUSED_CALLS, "all_gather"):
             if not overrides(module, name):
                 setattr(module, name, partial(_refuse, name))
         module.prepare_data()
-        module.configure_model()
         module.setup("fit")
+        module.configure_model()
         self.module = module
+        self.hooks = LightningHooks(module, self.trainer_proxy)
+        self._kept_in_eval: list[nn.Module] = []
+        if self.manual:
+            self.configure_phases = self._phases  # type: ignore[method-assign] # a module declares phases only then
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def train(self, mode: bool = True) -> LightningTask:
+        """Change the mode, but leave modules in evaluation mode that were so before the last `eval`, as Lightning does.
+
+        A new task is in training mode, whatever the modes of its modules.
+        """
+        if mode == self.training:
+            return self
+        if not mode:
+            self._kept_in_eval = [each for each in self.module.modules() if not each.training]
+        super().train(mode)
+        for each in self._kept_in_eval if mode else ():
+            each.training = False
+        return self
+
     def training_step(self, batch: Any) -> StepReturn:
-        return self._step("training_step", batch)
+        return self._step("train", batch)
 
     def validation_step(self, batch: Any) -> StepReturn:
-        return self._step("validation_step", batch)
+        return self._step("validation", batch)
 
     def test_step(self, batch: Any) -> StepReturn:
-        return self._step("test_step", batch)
+        return self._step("test", batch)
 
     def predict_step(self, batch: Any) -> Any:
-        batch = self.module.on_after_batch_transfer(batch, self.trainer_proxy.loader)
-        return _call(self.module.predict_step, batch, self.trainer_proxy)
+        return self._call_step("predict", batch)
+
+    def manual_step(self, control: PhaseControl) -> None:
+        """Let the module make its own backward and steps with the one micro-batch of a step."""
+        run = self.hooks.run
+        if run is None:
+            raise UserError(
+                f"{type(self.module).__name__} has automatic_optimization=False, and drives its optimizers in training "
+                "only; remove callbacks that make steps before it, such as learning_rate_finder."
+            )
+        (micro_batch,) = control.batch.micro_batches
+        self.trainer_proxy.strategy.start_step()
+        with run.precision.forward():
+            returned = self.training_step(micro_batch.batch)
+        control.outputs.append(read_evaluation_output(returned, micro_batch.num_samples, self, "training_step"))
 
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
         self.trainer_proxy.total_steps = total_steps
         return read_optimizers(self.module.configure_optimizers(), of=type(self.module).__name__)
 
-    def configure_callbacks(self) -> Sequence[Callback]:
-        return [LightningHooks(self.module, self.trainer_proxy)]
+    def _phases(self, total_steps: int | None = None) -> list[Phase]:
+        """Return a phase for each optimizer of a module that drives them."""
+        self.trainer_proxy.total_steps = total_steps
+        phases, schedulers = read_phases(self.module.configure_optimizers(), of=type(self.module).__name__)
+        optimizers = [phase.optimizer[0] for phase in phases]  # type: ignore[index] # each with its schedules
+        ManualOptimization(self.module, self.trainer_proxy, optimizers, schedulers)
+        return phases
 
-    def _step(self, name: str, batch: Any) -> StepReturn:
-        with capture_logged() as logged:
-            batch = self.module.on_after_batch_transfer(batch, self.trainer_proxy.loader)
-            returned = _call(getattr(self.module, name), batch, self.trainer_proxy)
-        if isinstance(returned, Mapping):
-            returned = returned.get("loss")
-        if name == "training_step":
-            if returned is None:
+    def configure_callbacks(self) -> Sequence[Callback]:
+        return [self.hooks]
+
+    def check_settings(self, strategy: Strategy, config: FitConfig) -> None:
+        """Raise UserError for a strategy or setting under which the module would be trained otherwise."""
+        if self.manual:
+            check_manual(self.module, strategy, config)
+            return
+        one_batch = strategy.num_micro_batches == 1
+        honoured = {
+            **dict.fromkeys(BATCH_HOOKS, one_batch and strategy.supports_module_hooks and strategy.supports_compile),
+            **dict.fromkeys(GRADIENT_HOOKS, one_batch and strategy.supports_manual_backward),
+            "on_after_backward": one_batch
+            and strategy.supports_manual_backward
+            and config.precision.name != "fp16-mixed",
+        }
+        for hook, is_honoured in honoured.items():
+            if not is_honoured and overrides(self.module, hook):
                 raise UserError(
-                    f"{type(self.module).__name__}.training_step returned no loss, which Lightning takes as a skipped "
-                    "step; return the loss, times 0 for a batch that should not count."
+                    f"{type(self.module).__name__} overrides {hook}, which cannot be called at Lightning's moment with "
+                    f"{type(strategy).__name__} and these settings. Set strategy=single without accumulate and "
+                    "micro_batch_size, and trainer.precision=bf16-mixed instead of fp16-mixed, or remove the hook."
                 )
-            return without_stage({"loss": returned, **_without_loss(logged, returned)})
+
+    def _step(self, stage: str, batch: Any) -> StepReturn:
+        """Return the metrics of a module's step, and in training its loss."""
+        with capture_logged() as logged:
+            returned = self._call_step(stage, batch)
+        name, training = type(self.module).__name__, stage == "train"
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if training and loss is None and not self.manual:
+            raise UserError(
+                f"{name}.training_step returned no loss, which Lightning takes as a skipped step; return the loss, "
+                "times 0 for a batch that should not count."
+            )
+        if training and loss is not None:
+            loss = loss.detach() if self.manual else loss
+            return without_stage({"loss": loss, **_without_loss(logged, loss)})
         metrics = without_stage(logged)
-        if isinstance(returned, Tensor):
-            metrics.setdefault("loss", returned)
-        elif isinstance(metrics.get("loss"), int | float):
-            metrics["loss"] = torch.tensor(metrics["loss"])
+        if isinstance(loss, Tensor):
+            metrics.setdefault("loss", loss)
+        elif "loss" in metrics:
+            metrics["loss"] = torch.as_tensor(metrics["loss"]).detach()
         return metrics
+
+    def _call_step(self, stage: str, batch: Any) -> Any:
+        """Return what a module's step returned, called between its hooks."""
+        proxy, module = self.trainer_proxy, self.module
+        training = stage == "train"
+        if training:
+            proxy.train_batch += 1
+        else:
+            proxy.batch += 1
+        loader = 0 if training else proxy.loader
+        index = (proxy.train_batch if training else proxy.batch, loader)
+        batch = module.on_after_batch_transfer(batch, loader)
+        start, end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
+        if overrides(module, start) and _outside_autocast(module, getattr(module, start), batch, *index) == -1:
+            raise UserError(
+                f"{type(module).__name__}.{start} returned -1, which skips the rest of the epoch in Lightning; set "
+                "limit_train_batches instead."
+            )
+        step = "training_step" if training else f"{stage}_step"
+        returned = _call(getattr(module, step), batch, *index)
+        if overrides(module, end):
+            if training:  # called when the optimizer has stepped
+                self.hooks.last_batch = (_outputs(returned), batch)
+            else:
+                _outside_autocast(module, getattr(module, end), returned, batch, *index)
+        return returned
+
+
+def _outputs(returned: Any) -> Any:
+    """Return the `outputs` of on_train_batch_end: the loss, detached, and what else a training step returned."""
+    others = returned if isinstance(returned, Mapping) else {} if returned is None else {"loss": returned}
+    return {name: value.detach() if name == "loss" else value for name, value in others.items()}
 
 
 def _without_loss(logged: Mapping[str, Any], loss: Any) -> dict[str, Any]:
@@ -166,7 +294,7 @@ def _is_same(value: Any, loss: Any) -> bool:
 def _refuse(call: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise UserError(
         f"self.{call} needs Lightning's own loop, and is not offered to a LightningModule that runs as a task; write a "
-        "TaskModule, with manual = True if it drives its optimizers."
+        "TaskModule, or set automatic_optimization = False in a module that drives its optimizers."
     )
 
 
@@ -176,17 +304,21 @@ def data_of(source: Any, *, batch_size: int | None = None) -> Data:
     `batch_size` is the global batch; without it, the batch size of the training loader is. Several validation or test
     loaders are sets by name, `dataloader_0` and so on, or by their own names in a dict.
     """
+    if _is_module(source) and isinstance(source._trainer, TrainerProxy):  # prepared by its LightningTask
+        return _LoadersOf(source, source.trainer.set_up, batch_size=batch_size)
+    if not _is_module(source):
+        _refuse_overridden(source, _REFUSED_OF_DATA)
     source.prepare_data()
-    return _LoadersOf(source, batch_size=batch_size)
+    return _LoadersOf(source, set(), batch_size=batch_size)
 
 
 class _LoadersOf(Data):
     """Calls `setup` and makes loaders when a stage is first read."""
 
-    def __init__(self, source: Any, *, batch_size: int | None) -> None:
+    def __init__(self, source: Any, are_set_up: set[str], *, batch_size: int | None) -> None:
         super().__init__(batch_size=batch_size)
         self._source = source
-        self._are_set_up: set[str] = set()
+        self._are_set_up = are_set_up
         self._made: dict[str, Any] = {}
 
     def has(self, stage: str) -> bool:
@@ -203,7 +335,7 @@ class _LoadersOf(Data):
     def _make(self, stage: str) -> Any:
         # As in Lightning, what is validated on while training is set up with what is trained on.
         in_fit = stage == "train" or (stage == "validation" and "fit" in self._are_set_up)
-        moment = "fit" if in_fit else _MOMENTS[stage]
+        moment = "fit" if in_fit else MOMENTS[stage]
         if moment not in self._are_set_up:
             self._source.setup(moment)
             self._are_set_up.add(moment)
@@ -224,30 +356,48 @@ def _named(made: Any, *, where: str) -> Any:
     return made
 
 
+def _is_module(source: Any) -> bool:
+    return "LightningModule" in {cls.__name__ for cls in type(source).__mro__}
+
+
 def _check(module: Any) -> None:
+    """Raise UserError for a module with a method that would have to be called, and is not."""
     name = type(module).__name__
-    if "LightningModule" not in {cls.__name__ for cls in type(module).__mro__}:
+    if not _is_module(module):
         raise UserError(f"LightningTask takes a LightningModule, got a {name}.")
-    if not module.automatic_optimization:
-        raise UserError(
-            f"{name} has automatic_optimization=False, which only Lightning's own loop can drive; write it as a "
-            "TaskModule with configure_phases, or with manual = True."
-        )
+    manual = not module.automatic_optimization
+    refused = {hook: remedy for hook, remedy in _REFUSED_METHODS.items() if not (manual and hook in _MANUAL_HOOKS)}
     mixins = [cls for cls in type(module).__mro__ if cls.__name__ in ("ModelHooks", "DataHooks", "CheckpointHooks")]
-    hooks = {hook for cls in mixins for hook in vars(cls) if not hook.startswith("_")} | {"configure_callbacks"}
-    for method, remedy in _REFUSED_METHODS.items():
-        if overrides(module, method):
-            raise UserError(f"{name} overrides {method}, which only Lightning's own loop calls; {remedy}.")
-    uncalled = sorted(hook for hook in hooks - _HOOKS_USED if overrides(module, hook))
-    if uncalled:
-        warnings.warn(f"{name} overrides hooks that are not called here: {', '.join(uncalled)}.", stacklevel=3)
+    hooks = [hook for hook in chain.from_iterable(map(vars, mixins)) if not hook.startswith("_")]
+    others = dict.fromkeys(hooks, "write what it does in a hook that is called")
+    _refuse_overridden(module, refused | _only(others, set(others) - set(_REFUSED_METHODS) - _HOOKS_CALLED))
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UserError(f"{name}.training_step takes dataloader_iter; write training_step(self, batch, batch_idx).")
 
 
-def _call(step: Callable[..., Any], batch: Any, proxy: TrainerProxy) -> Any:
-    """Call a step with the index of its batch, and that of its loader, if it asks for them."""
-    proxy.batch += 1
-    asked = len(inspect.signature(step).parameters)
-    return step(batch, *(proxy.batch, proxy.loader)[: asked - 1])
+def _only(remedies: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    return {name: remedies[name] for name in sorted(names)}
+
+
+def _refuse_overridden(source: Any, remedies: Mapping[str, str]) -> None:
+    for method, remedy in remedies.items():
+        if overrides(source, method):
+            raise UserError(
+                f"{type(source).__name__} overrides {method}, which only Lightning's own loop calls; {remedy}."
+            )
+
+
+def _call(step: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a step or hook with as many of the arguments as it takes; the last is the index of the loader."""
+    parameters = inspect.signature(step).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    return step(*arguments[: -1 if takes_any else len(parameters)])
+
+
+def _outside_autocast(module: Any, hook: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a hook without the autocast of the step around it."""
+    with torch.autocast(module.device.type, enabled=False):
+        return _call(hook, *arguments)
 
 
 def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
@@ -256,9 +406,29 @@ def read_optimizers(returned: Any, *, of: str) -> OptimizerSpec:
     if len(optimizers) != 1 or not isinstance(optimizers[0], Optimizer):
         raise UserError(
             f"{of}.configure_optimizers returned {len(optimizers)} optimizers, and automatic optimization has one; "
-            "train several with TaskModule.configure_phases."
+            "set automatic_optimization = False, or train several with TaskModule.configure_phases."
         )
     return optimizers[0], [_schedule(item, of) for item in schedulers]
+
+
+def read_phases(returned: Any, *, of: str) -> tuple[list[Phase], list[LRScheduler]]:
+    """Return a phase for each optimizer of a module that drives them, and all schedulers, which it steps itself."""
+    optimizers, items = _parts(returned)
+    schedulers = [item["scheduler"] if isinstance(item, Mapping) else item for item in items]
+    if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
+        raise UserError(f"{of}.configure_optimizers returned {kinds}; return torch optimizers.")
+    for scheduler in schedulers:
+        if not isinstance(scheduler, LRScheduler) or not any(scheduler.optimizer is one for one in optimizers):
+            raise UserError(
+                f"{of}.configure_optimizers returned a {type(scheduler).__name__} as a scheduler, which is not a torch "
+                "LRScheduler of one of the returned optimizers."
+            )
+    phases = []
+    for index, optimizer in enumerate(optimizers):
+        own = [LRSchedule(one, every="manual") for one in schedulers if one.optimizer is optimizer]
+        phases.append(Phase(f"optimizer_{index}", (optimizer, own)))
+    return phases, schedulers
 
 
 def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
@@ -274,6 +444,9 @@ def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
             return list(returned[0]), list(returned[1])
         if len(returned) == 1:
             return _parts(returned[0])
+        if returned and all(isinstance(item, Mapping) for item in returned):
+            parts = [_parts(item) for item in returned]
+            return [one for optimizers, _ in parts for one in optimizers], [one for _, many in parts for one in many]
         return list(returned), []
     return [] if returned is None else [returned], []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError
+from trainkit.metrics.step_output import read_evaluation_output
 from trainkit.metrics.sync import (
     MetricShard,
     is_metric,
@@ -31,8 +31,21 @@ if TYPE_CHECKING:
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
 
-_EVALUATIONS = {"sanity": "validation", "validation": "validation", "test": "test"}
+_EVALUATIONS = {"sanity": "validation", "validation": "validation", "test": "test", "predict": "predict"}
+MOMENTS = {"validation": "validate", "test": "test", "predict": "predict"}
+"""The argument of `setup` and `teardown` for a stage by itself."""
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
 
+_MANUAL = (
+    "strategy",
+    "optimizers",
+    "lr_scheduler_configs",
+    "precision_plugin",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
+"""Attributes of a trainer that the methods of a LightningModule for manual optimization read."""
 _OFFERED = (
     "current_epoch",
     "global_step",
@@ -40,8 +53,12 @@ _OFFERED = (
     "sanity_checking",
     "world_size",
     "global_rank",
+    "train_batch",
     "batch",
     "loader",
+    "manual",
+    "set_up",
+    *_MANUAL,
 )
 _NOT_OFFERED = (
     "is not offered to a LightningModule that runs as a task; of self.trainer there are current_epoch, global_step, "
@@ -60,8 +77,10 @@ class TrainerProxy:
         self.global_rank = 0
         self.total_steps: int | None = None
         self.sanity_checking = False
-        self.batch = -1
+        self.train_batch = self.batch = -1
         self.loader = 0
+        self.manual = False
+        self.set_up = {"fit"}  # the stages that the module is set up for
 
     @property
     def progress_bar_callback(self) -> None:
@@ -84,7 +103,8 @@ class TrainerProxy:
 
     def follow(self, run: Run) -> None:
         """Copy the number of steps and ranks; the epoch lasts until the next one starts, past its validation."""
-        self.global_step = run.state.step
+        if not self.manual:  # whose optimizer steps are counted one by one
+            self.global_step = run.state.step
         self.world_size, self.global_rank = run.strategy.comm.world_size, run.strategy.comm.rank
         self.total_steps = run.max_steps
 
@@ -116,26 +136,53 @@ class LightningHooks(Callback):
     def __init__(self, module: Any, proxy: TrainerProxy) -> None:
         self._module = module
         self._proxy = proxy
-        self._training_batch = -1
+        self.run: Run | None = None
+        """The run whose training has started."""
+        self.last_batch: tuple[Any, Any] | None = None
+        """What the last training step returned, and its batch, if a hook asks for them."""
+        self._fit_has_started = False
 
     def on_fit_start(self, run: Run) -> None:
-        self._proxy.follow(run)
-        self._proxy.current_epoch = run.state.epoch
-        self._module.on_fit_start()
+        self.run = run
+        if self._proxy.manual:
+            self._check_gradients_unread(run)
+        else:
+            self._follow_gradients(run)
+        self._start_fit(run)
         self._module.on_train_start()
 
+    def _start_fit(self, run: Run) -> None:
+        """Call the module's hook, once: before the sanity batches, if there are any."""
+        self._proxy.follow(run)
+        self._proxy.current_epoch = run.state.epoch
+        if not self._fit_has_started:
+            self._fit_has_started = True
+            self._module.on_fit_start()
+
     def on_fit_end(self, run: Run) -> None:
+        self._proxy.current_epoch = run.state.epoch
         self._module.on_train_end()
         self._module.on_fit_end()
+        self._module.teardown("fit")
+        self.run, self._fit_has_started = None, False
 
     def on_epoch_start(self, run: Run) -> None:
         self._proxy.follow(run)
         self._proxy.current_epoch = run.state.epoch
-        self._proxy.batch = -1
+        if run.state.position == 0:
+            self._proxy.train_batch = -1
         self._module.on_train_epoch_start()
 
     def on_step_end(self, run: Run) -> None:
-        self._proxy.global_step = run.state.step
+        self._end_batch(run)
+
+    def _end_batch(self, run: Run) -> None:
+        """Call the hook after a training batch, once: before the validation that follows, if there is one."""
+        self._proxy.follow(run)
+        if self.last_batch is not None:
+            outputs, batch = self.last_batch
+            self.last_batch = None
+            self._module.on_train_batch_end(outputs, batch, self._proxy.train_batch)
 
     def on_epoch_end(self, run: Run) -> None:
         if not overrides(self._module, "on_train_epoch_end"):
@@ -151,10 +198,14 @@ class LightningHooks(Callback):
             run.log({name: sum(of_ranks) / len(of_ranks) for name, of_ranks in values.items()})
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
-        self._proxy.follow(run)
+        self._end_batch(run)
+        if stage == "sanity":
+            self._start_fit(run)
         self._proxy.sanity_checking = stage == "sanity"
-        self._training_batch, self._proxy.batch, self._proxy.loader = self._proxy.batch, -1, 0
-        if stage in _EVALUATIONS:
+        self._proxy.batch, self._proxy.loader = -1, 0
+        with _evaluating(run.task):
+            if not run.phase_optimizers and MOMENTS[stage] not in self._proxy.set_up:
+                self._module.setup(MOMENTS[stage])
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_start")()
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_epoch_start")()
 
@@ -167,16 +218,78 @@ class LightningHooks(Callback):
                 metrics.update(numbers_of(logged))
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        self._proxy.batch = self._training_batch
-        if stage in _EVALUATIONS:
+        with _evaluating(run.task):
+            if stage == "predict":
+                self._module.on_predict_epoch_end()
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_end")()
+            if not run.phase_optimizers:
+                self._module.teardown(MOMENTS[stage])
+                self._proxy.set_up.discard(MOMENTS[stage])
         self._proxy.sanity_checking = False
+
+    def state_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = {"train_batch": self._proxy.train_batch}
+        if self._proxy.manual:
+            saved |= self._proxy.strategy.state_dict()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._proxy.train_batch = saved["train_batch"]
+        if self._proxy.manual:
+            self._proxy.strategy.load_state_dict(saved)
+
+    def _check_gradients_unread(self, run: Run) -> None:
+        """Raise UserError if another callback reads or changes gradients in steps that the module makes itself."""
+        if any(phase_optimizer.pre_clip_hooks for phase_optimizer in run.phase_optimizers):
+            raise UserError(
+                f"{type(self._module).__name__} has automatic_optimization=False: it steps its optimizers itself, where "
+                "no callback sees the gradients; remove gradient_norms and gradual_unfreezing."
+            )
+
+    def _follow_gradients(self, run: Run) -> None:
+        """Call the hooks between the backward and the update, where the gradients are complete and not clipped."""
+        overridden = [hook for hook in GRADIENT_HOOKS if overrides(self._module, hook)]
+        if not overridden:
+            return
+        (phase_optimizer,) = run.phase_optimizers
+        arguments: dict[str, Any] = {"on_after_backward": (), "on_before_optimizer_step": (phase_optimizer.optimizer,)}
+
+        def call() -> None:
+            for hook in overridden:
+                with self._logging(run, hook):
+                    getattr(self._module, hook)(*arguments[hook])
+
+        phase_optimizer.pre_clip_hooks.append(call)
+
+    @contextmanager
+    def _logging(self, run: Run, hook: str) -> Iterator[None]:
+        """Add what is logged in this context to the means of the training steps; each step has the same weight."""
+        with capture_logged() as logged:
+            yield
+        metrics = without_stage(logged)
+        if "loss" in metrics:
+            raise UserError(f"{hook} logs 'loss', which is the name of the returned loss; log it under another name.")
+        if metrics:
+            assert run.means is not None
+            run.means.add([read_evaluation_output(metrics, 1, run.task, hook)], step=run.state.step)
+
+
+@contextmanager
+def _evaluating(task: TaskModule) -> Iterator[None]:
+    """Evaluation mode, without gradients, as Lightning's hooks around an evaluation have them."""
+    was_training = task.training
+    task.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        task.train(was_training)
 
 
 def overrides(module: Any, hook: str) -> bool:
-    """Return True if a user's class defines the hook, not only Lightning."""
+    """Return True if a class other than Lightning's base classes defines the hook."""
     owner = next((cls for cls in type(module).__mro__ if hook in vars(cls)), None)
-    return owner is not None and not owner.__module__.startswith(("lightning.", "pytorch_lightning."))
+    return owner is not None and not owner.__module__.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
 
 
 _STAGE_PREFIXES = tuple(f"{stage}{mark}" for stage in ("train", "validation", "valid", "val", "test") for mark in "_/")
@@ -186,7 +299,7 @@ _logged: ContextVar[dict[str, Any] | None] = ContextVar("_logged", default=None)
 
 
 def log_value(name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
-    """Keep one value that the running step, or hook at the end of an epoch, logs; raises UserError but for means."""
+    """Keep one value that the running step or hook logs; raises UserError but for means."""
     if reduce_fx not in ("mean", "avg", torch.mean) and not is_metric(value):
         raise UserError(
             f"self.log({name!r}, reduce_fx={getattr(reduce_fx, '__name__', reduce_fx)!r}) is not offered: values are "
@@ -194,13 +307,12 @@ def log_value(name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **kwar
         )
     logged = _logged.get()
     if logged is None:
-        warnings.warn(
-            f"self.log({name!r}) is ignored: values are logged in steps, on_train_epoch_end, on_validation_epoch_end "
-            "and on_test_epoch_end.",
-            stacklevel=2,
+        raise UserError(
+            f"self.log({name!r}) was called where nothing is logged: values are logged in steps, in the hooks "
+            "around a batch of an evaluation, in on_train_batch_start, on_after_backward and on_before_optimizer_step, "
+            "and in on_train_epoch_end, on_validation_epoch_end and on_test_epoch_end."
         )
-    else:
-        logged[name] = value
+    logged[name] = value
 
 
 def log_values(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:

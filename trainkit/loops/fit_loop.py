@@ -215,7 +215,7 @@ class FitLoop:
         self.warn_skipped_steps(bad)
         metrics = {f"train/{name}": value for name, value in reduced.items()}
         metrics["train/epoch"] = run.state.epochs
-        if run.phase_optimizers[0].phase:
+        if any(f"{phase_optimizer.phase}/loss" in reduced for phase_optimizer in run.phase_optimizers):
             del metrics["train/loss"]  # the mean over phases, which means nothing
         for phase, norm in self._step.grad_norms.items():
             metrics[_metric_name(phase, "grad_norm")] = float(norm)

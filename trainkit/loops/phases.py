@@ -64,11 +64,12 @@ class PhaseControl:
         self.num_steps = 0
         """Optimizer steps of the whole task before this one."""
         self._phases = {phase.phase: phase for phase in phases}
-        self._batch = StepBatch([], 0, 0, False)
+        self.batch = StepBatch([], 0, 0, False)
+        """The micro-batches of this rank in this step, on its device."""
 
     def begin(self, batch: StepBatch, *, num_steps: int) -> None:
         """Start the next step."""
-        self._batch, self.num_steps, self.outputs = batch, num_steps, []
+        self.batch, self.num_steps, self.outputs = batch, num_steps, []
 
     def backward(self, phase: str, *, step: str | None = None) -> Mapping[str, float | Tensor]:
         """Add to the phase's parameters the gradient of its mean loss over the global batch.
@@ -78,7 +79,7 @@ class PhaseControl:
         """
         current = self._find(phase)
         current.begin(step)
-        outputs = current.forward_backward(self._batch)
+        outputs = current.forward_backward(self.batch)
         for output in outputs:
             metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
             if output.loss is not None:

@@ -16,21 +16,22 @@ class LRSchedule:
     """A learning-rate scheduler and when it steps.
 
     `every="step"`: after each optimizer step; `"epoch"`: after each epoch; `"metric"`: after each validation,
-    with the value of `metric` (`"validation/loss"`), as `ReduceLROnPlateau` wants it.
+    with the value of `metric` (`"validation/loss"`), as `ReduceLROnPlateau` wants it; `"manual"`: never, the task calls
+    `scheduler.step()` itself.
     """
 
     scheduler: LRScheduler
-    every: Literal["step", "epoch", "metric"] = "step"
+    every: Literal["step", "epoch", "metric", "manual"] = "step"
     metric: str | None = None
 
     def __post_init__(self) -> None:
-        if self.every not in ("step", "epoch", "metric"):
-            raise UserError(f"LRSchedule(every={self.every!r}): choose 'step', 'epoch' or 'metric'.")
+        if self.every not in ("step", "epoch", "metric", "manual"):
+            raise UserError(f"LRSchedule(every={self.every!r}): choose 'step', 'epoch', 'metric' or 'manual'.")
         if (self.every == "metric") != (self.metric is not None):
             raise UserError(
                 "LRSchedule(every='metric') goes with metric='validation/loss' or another name, others with none."
             )
-        if isinstance(self.scheduler, ReduceLROnPlateau) and self.every != "metric":
+        if isinstance(self.scheduler, ReduceLROnPlateau) and self.every in ("step", "epoch"):
             raise UserError(
                 "ReduceLROnPlateau needs a metric: LRSchedule(scheduler, every='metric', metric='validation/loss')."
             )
