@@ -609,18 +609,18 @@ def test_resume_is_a_path_or_auto(make_trainer, resume):
         make_trainer().fit(Regression(), data(), resume=resume)
 
 
-def test_a_step_with_more_than_the_batch_is_refused_before_anything_is_written(make_trainer):
-    class OfLightning(Regression):
-        def validation_step(self, batch, batch_idx):
-            return super().validation_step(batch)
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_with_more_than_the_batch_is_refused_before_anything_is_written(make_trainer, step):
+    def of_lightning(self, batch, batch_idx):
+        raise AssertionError("not called")
 
     trainer = make_trainer()
     message = (
-        r"OfLightning\.validation_step\(batch, batch_idx\) must take a batch alone: validation_step\(self, batch\)\. "
+        rf"OfLightning\.{step}\(batch, batch_idx\) must take a batch alone: {step}\(self, batch\)\. "
         r"A LightningModule runs unmodified as .*LightningTask\(module\)"
     )
     with pytest.raises(UserError, match=message):
-        trainer.fit(OfLightning(), data(validation=regression_data(6)))
+        trainer.fit(type("OfLightning", (Regression,), {step: of_lightning})(), data(validation=regression_data(6)))
     assert not trainer.run_dir.exists()
 
 

@@ -291,6 +291,7 @@ def test_manual_optimization_refuses_callbacks_that_need_steps_or_gradients(modu
     [
         (lambda gan: None, "returned no optimizer; return torch optimizers"),
         (lambda gan: [1], "returned int; return torch optimizers"),
+        (lambda gan: torch.optim.LBFGS(gan.parameters()), "returned LBFGS, which does not work with automatic_opt"),
         (
             lambda gan: ([optimizer_of(gan)], [StepLR(optimizer_of(gan), 1)]),
             "returned a StepLR .* of one of the returned",
@@ -537,6 +538,19 @@ def test_a_hook_that_would_have_another_moment_is_refused_before_training(module
     with pytest.raises(UserError, match=f"Hooked overrides {hook}, which cannot be called at Lightning's moment"):
         fit(LightningTask(module), data_of(module), tmp_path=tmp_path / "run", strategy=strategy, **settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_hook_around_a_batch_is_refused_with_lbfgs(modules, tmp_path):
+    class Repeated(modules.Classifier):
+        def on_train_batch_start(self, batch, batch_idx):
+            """Would be called for each evaluation."""
+
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+    module = Repeated()
+    with pytest.raises(UserError, match="Repeated overrides on_train_batch_start, which LBFGS would call"):
+        fit(LightningTask(module), data_of(module), tmp_path=tmp_path)
 
 
 def test_an_epoch_that_a_hook_would_end_is_refused(modules, tmp_path):

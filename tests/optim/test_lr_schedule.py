@@ -8,7 +8,7 @@ import torch
 from tests.tasks import Regression, regression_data
 from trainkit import Data, Trainer
 from trainkit.cli.main import main
-from trainkit.optim.lr_schedule import ReferenceBatchSize, linear_scaling
+from trainkit.optim.lr_schedule import LRSchedule, ReferenceBatchSize, linear_scaling
 
 
 def test_the_rate_grows_as_the_global_batch_does():
@@ -69,3 +69,16 @@ def test_a_resumed_run_with_another_batch_shows_it(tmp_path, capsys):
     assert (
         "lr scaling   0.01 as set; linear scaling from the resumed run's global batch of 4 to 8 makes 0.02" in resumed
     )
+
+
+def test_a_manual_schedule_steps_only_when_the_task_does(tmp_path):
+    class Steps(Regression):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            return optimizer, LRSchedule(self.scheduler, every="manual")
+
+    task = Steps()
+    trainer = Trainer("single", max_duration="2epoch", callbacks=[], loggers=[], run_dir=tmp_path, report=False)
+    trainer.fit(task, Data(train=regression_data(8), validation=regression_data(4), batch_size=4))
+    assert task.scheduler.get_last_lr() == [1.0]

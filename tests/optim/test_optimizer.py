@@ -197,7 +197,10 @@ def test_a_task_without_parameters_is_rejected_with_the_remedy(make_trainer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: LRSchedule(halving(o), every="batch"), r"every='batch'\): choose 'step', 'epoch' or 'metric'"),
+        (
+            lambda o: LRSchedule(halving(o), every="batch"),
+            r"every='batch'\): choose 'step', 'epoch', 'metric' or 'manual'",
+        ),
         (lambda o: LRSchedule(halving(o), metric="validation/loss"), r"goes with metric='validation/loss'"),
         (lambda o: LRSchedule(halving(o), every="metric"), r"goes with metric='validation/loss'"),
         (lambda o: LRSchedule(lr_scheduler.ReduceLROnPlateau(o)), r"every='metric', metric='validation/loss'\)"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
@@ -418,6 +418,11 @@ def read_phases(returned: Any, *, of: str) -> tuple[list[Phase], list[LRSchedule
     if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
         raise UserError(f"{of}.configure_optimizers returned {kinds}; return torch optimizers.")
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise UserError(
+            f"{of}.configure_optimizers returned LBFGS, which does not work with automatic_optimization=False; use "
+            "another optimizer, such as torch.optim.AdamW, or automatic optimization."
+        )
     for scheduler in schedulers:
         if not isinstance(scheduler, LRScheduler) or not any(scheduler.optimizer is one for one in optimizers):
             raise UserError(

@@ -242,16 +242,23 @@ class LightningHooks(Callback):
         """Raise UserError if another callback reads or changes gradients in steps that the module makes itself."""
         if any(phase_optimizer.pre_clip_hooks for phase_optimizer in run.phase_optimizers):
             raise UserError(
-                f"{type(self._module).__name__} has automatic_optimization=False: it steps its optimizers itself, where "
+                f"{type(self._module).__name__} has automatic_optimization=False: it steps its optimizers itself, and "
                 "no callback sees the gradients; remove gradient_norms and gradual_unfreezing."
             )
 
     def _follow_gradients(self, run: Run) -> None:
         """Call the hooks between the backward and the update, where the gradients are complete and not clipped."""
+        (phase_optimizer,) = run.phase_optimizers
+        if phase_optimizer.needs_closure:
+            for hook in (*BATCH_HOOKS, *GRADIENT_HOOKS):
+                if overrides(self._module, hook):
+                    raise UserError(
+                        f"{type(self._module).__name__} overrides {hook}, which LBFGS would call once for each "
+                        "evaluation of a batch, or not at all; remove it, or use another optimizer."
+                    )
         overridden = [hook for hook in GRADIENT_HOOKS if overrides(self._module, hook)]
         if not overridden:
             return
-        (phase_optimizer,) = run.phase_optimizers
         arguments: dict[str, Any] = {"on_after_backward": (), "on_before_optimizer_step": (phase_optimizer.optimizer,)}
 
         def call() -> None:
