@@ -204,9 +204,9 @@ def noting(hook):
     """Return a method that notes its call with what is true there."""
 
     def method(self, *arguments):
-        moment = (self.current_epoch, self.global_step, self.training, torch.is_grad_enabled())
+        modes = (self.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
         plain = [argument for argument in arguments if isinstance(argument, int)]
-        self.calls.append((hook, *moment, float(self.net.weight.sum()), *plain))
+        self.calls.append((hook, self.current_epoch, self.global_step, *modes, float(self.net.weight.sum()), *plain))
 
     return method
 

@@ -29,7 +29,7 @@ def fit(task, data, *, tmp_path, strategy=None, epochs=2, resume=None, **setting
     return Trainer(strategy or SingleStrategy(), run_dir=tmp_path, **settings).fit(task, data, resume=resume)
 
 
-def fit_by_lightning(module, data=None, *, tmp_path, epochs=2):
+def fit_by_lightning(module, data=None, *, tmp_path, epochs=2, **settings):
     import lightning.pytorch as pl
 
     trainer = pl.Trainer(
@@ -40,6 +40,7 @@ def fit_by_lightning(module, data=None, *, tmp_path, epochs=2):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
+        **settings,
     )
     trainer.fit(module, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -211,12 +212,15 @@ def test_a_gan_with_manual_optimization_has_the_weights_and_values_that_lightnin
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-@pytest.mark.parametrize("name", ["Noting", "ManualNoting"])
-def test_hooks_are_called_in_lightnings_order_and_see_the_same(modules, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "precision"), [("Noting", "fp32"), ("Noting", "bf16-mixed"), ("ManualNoting", "bf16-mixed")]
+)
+def test_hooks_are_called_in_lightnings_order_and_see_the_same(modules, tmp_path, name, precision):
     expected, module = seeded(getattr(modules, name)), seeded(getattr(modules, name))
     data = None if name == "Noting" else seeded(modules.BoringDataModule)
-    fit_by_lightning(expected, data, tmp_path=tmp_path)
-    fit(LightningTask(module), data_of(data or module), tmp_path=tmp_path, fused_optimizer=False)
+    fit_by_lightning(expected, data, tmp_path=tmp_path, precision=precision.replace("fp32", "32-true"))
+    settings = {"precision": precision, "fused_optimizer": False}
+    fit(LightningTask(module), data_of(data or module), tmp_path=tmp_path, **settings)
     assert module.calls == expected.calls
 
 
