@@ -243,6 +243,21 @@ def test_modules_that_the_user_put_in_evaluation_mode_stay_there(modules, tmp_pa
     assert has_weights_of(module, expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_tensors_that_a_step_creates_in_fp64_are_those_of_lightning(modules, tmp_path):
+    expected, gan = seeded(modules.GAN), seeded(modules.GAN)
+    fit_by_lightning(expected, tmp_path=tmp_path, precision="64-true")
+    fit(LightningTask(gan), data_of(gan), tmp_path=tmp_path, precision="fp64", fused_optimizer=False)
+    assert gan.dtype == torch.float64
+    assert has_weights_of(gan, expected)
+
+
+def test_a_module_knows_the_device_that_its_task_is_moved_to(modules):
+    task = LightningTask(modules.classifier())
+    task.to("meta")
+    assert task.module.device == torch.device("meta")
+
+
 # ---- Manual optimization
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -152,6 +154,15 @@ class LightningTask(TaskModule):
             each.training = False
         return self
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningTask:
+        """Move or convert the module, and let `self.device` and `self.dtype` say so, which Lightning sets in `to`."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types there
+        for each in self.module.modules():
+            if hasattr(each, "_device") and hasattr(each, "_dtype"):
+                probe = fn(torch.empty(0, device=each._device, dtype=each._dtype))
+                each._device, each._dtype = probe.device, probe.dtype
+        return self
+
     def training_step(self, batch: Any) -> StepReturn:
         return self._step("train", batch)
 
@@ -253,7 +264,8 @@ class LightningTask(TaskModule):
                 "limit_train_batches instead."
             )
         step = "training_step" if training else f"{stage}_step"
-        returned = _call(getattr(module, step), batch, *index)
+        with _default_dtype(module.dtype):
+            returned = _call(getattr(module, step), batch, *index)
         if overrides(module, end):
             if training:  # called when the optimizer has stepped
                 self.hooks.last_batch = (_outputs(returned), batch)
@@ -392,6 +404,21 @@ def _call(step: Callable[..., Any], *arguments: Any) -> Any:
     parameters = inspect.signature(step).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     return step(*arguments[: -1 if takes_any else len(parameters)])
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors that a step creates have the dtype of the parameters, as Lightning does for `bf16-true` and fp64."""
+    before = torch.get_default_dtype()
+    # In fp32 it is the default; replicas in other threads would change that of each other.
+    if dtype is before or current_thread() is not main_thread():
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _outside_autocast(module: Any, hook: Callable[..., Any], *arguments: Any) -> Any:
