@@ -9,6 +9,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.integrations.lightning import LightningTask, TrainerProxy, data_of, read_optimizers
 from trainkit.trainer import Trainer
@@ -648,3 +649,37 @@ def test_the_metric_of_a_schedule_may_stand_beside_the_optimizer():
     assert schedule.metric == "validation/loss"
     with pytest.raises(UserError, match="the key 'frequency', which is unknown here"):
         read_optimizers({**form, "frequency": 2}, of="Net")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
+def test_the_forward_that_the_steps_of_a_module_call_is_compiled_or_its_layers_are_asked_for(modules, tmp_path):
+    class NoForward(modules.pl.LightningModule):
+        configure_optimizers = modules.DemoModel.configure_optimizers
+
+        def __init__(self):
+            super().__init__()
+            self.l1, self.learning_rate = nn.Linear(32, 10), 0.02
+
+        def training_step(self, batch, batch_idx):
+            return self.l1(batch).sum()
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def num_graphs(module, **settings):
+        graphs.clear()
+        compilation = {"backend": backend, **settings}
+        quiet = {"callbacks": [], "loggers": [], "run_dir": tmp_path}
+        Trainer(SingleStrategy(device="cpu"), compile=compilation, max_duration="2step", **quiet).fit(
+            LightningTask(module), Data(train=[torch.ones(32)] * 4, batch_size=2)
+        )
+        torch.compiler.reset()
+        return len(graphs)
+
+    graphs = []
+    assert num_graphs(modules.DemoModel())
+    assert num_graphs(NoForward(), blocks=["module.*"])
+    with pytest.raises(UserError, match=r"NoForward has no forward.*blocks': \['module\.\*'\]"):
+        num_graphs(NoForward())

@@ -140,6 +140,15 @@ class LightningTask(TaskModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's `forward`, which its steps call; raises UserError if it has none."""
+        if not overrides(self.module, "forward"):
+            raise UserError(
+                f"{type(self.module).__name__} has no forward that could be compiled; name the modules in it, such as "
+                "compile={'blocks': ['module.*']}."
+            )
+        self.module.compile(*args, **kwargs)
+
     def train(self, mode: bool = True) -> LightningTask:
         """Change the mode, but leave modules in evaluation mode that were so before the last `eval`, as Lightning does.
 
