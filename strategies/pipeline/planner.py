@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -74,6 +74,7 @@ class TraceInput:
     """The steps of the phases before this one, which may leave state for it."""
     device: torch.device = HOST
     """The device of the training, of which the costs are."""
+    _traced: dict[tuple[frozenset[str], ...], TraceResult] = field(default_factory=dict, init=False, repr=False)
 
     def _preceding(self) -> list[Step]:
         runs = [step.run for step in self.preceding]
@@ -91,14 +92,17 @@ class TraceInput:
         left_behind: frozenset[str] = frozenset(),
         changed: frozenset[str] = frozenset(),
     ) -> TraceResult:
-        """Trace one run; raises UserError if the fake trace needs elements of a tensor.
+        """Trace one run, once for the same arguments; raises UserError if the fake trace needs elements of a tensor.
 
         `changed` are the names of the state that other steps change, and `left_behind` of attributes in which the
         steps of other phases leave tensors of one stage.
         """
+        arguments = leaf_modules, left_behind, changed
+        if arguments in self._traced:  # finer leaf modules are often those that were chosen before
+            return self._traced[arguments]
         fake = self.costs == "fake"
         try:
-            return trace(
+            self._traced[arguments] = trace(
                 self.task,
                 self.begin(),
                 self.batch,
@@ -108,6 +112,7 @@ class TraceInput:
                 left_behind=left_behind,
                 changed=changed,
             )
+            return self._traced[arguments]
         except NEEDS_ELEMENTS as error:
             if not fake:
                 raise

@@ -1,9 +1,11 @@
 from itertools import combinations, pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from trainkit.strategies.pipeline import planner
 from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
 from trainkit.strategies.pipeline.partition import (
     SLACK,
@@ -198,6 +200,16 @@ def test_modules_are_expanded_only_where_balance_needs_it():
     assert "net" not in {node.name for node in graph.nodes}
     assert "blocks.1" in {node.name for node in coarse.nodes}
     assert len(fine.nodes) > len(coarse.nodes)
+
+
+def test_a_step_is_traced_once_for_the_same_leaf_modules(monkeypatch):
+    traced = Mock(wraps=trace)
+    monkeypatch.setattr(planner, "trace", traced)
+
+    _plan(Gpt, num_stages=5)
+
+    choices = [call.kwargs["leaf_modules"] for call in traced.call_args_list]
+    assert len(choices) == len(set(choices)) > 1
 
 
 def test_the_plan_prints_every_stage_with_what_it_costs():
