@@ -114,7 +114,9 @@ def sentences() -> TensorDataset:
 
 
 def fit(strategy: Any, task: TaskModule, run_dir: Any, *, resume: bool = False, **settings: Any) -> dict[str, float]:
-    settings = {"max_duration": "2epoch", "precision": "fp64", "callbacks": [], "log_every": "1step", **settings}
+    """Train for an epoch of four steps, an evaluation and a step more."""
+    defaults = {"max_duration": "5step", "precision": "fp64", "callbacks": [], "log_every": "1step"}
+    settings = {**defaults, "num_sanity_batches": 0, **settings}
     data = Data(train=sentences(), validation=sentences(), batch_size=8)
     return (
         Trainer(strategy, loggers=[], run_dir=run_dir, **settings)
@@ -383,7 +385,13 @@ def in_bf16(folder: str) -> None:
             for strategy, task in ((FSDPStrategy, ours), (DDPStrategy, theirs)):
                 arguments = layout if strategy is FSDPStrategy else {}
                 run_dir = f"{folder}/{strategy.__name__} {name} {len(layout)}"
-                fit(strategy(device="cpu", accumulate=2, **arguments), task, run_dir, precision="bf16-true")
+                fit(
+                    strategy(device="cpu", accumulate=2, **arguments),
+                    task,
+                    run_dir,
+                    precision="bf16-true",
+                    evaluate_every=None,
+                )
             assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
             assert_close(ours, theirs, rtol=2**-7, atol=4e-3)  # one bit of weights from 0.5 to 1
 
@@ -404,12 +412,18 @@ def compiled_and_eager(folder: str) -> tuple[float, int]:
         return graph.forward
 
     eager, compiled = Language(), Language()
-    fit(FSDPStrategy(device="cpu", units=["Block"]), eager, f"{folder}/eager", limit_train_batches=3)
+    fit(
+        FSDPStrategy(device="cpu", units=["Block"]),
+        eager,
+        f"{folder}/eager",
+        max_duration="1epoch",
+        limit_train_batches=3,
+    )
     compile_with = partial(torch.compile, backend=backend)
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         patch.setattr(torch, "compile", compile_with)
         strategy = FSDPStrategy(device="cpu", units=["Block"])
-        fit(strategy, compiled, f"{folder}/compiled", compile=True, limit_train_batches=3)
+        fit(strategy, compiled, f"{folder}/compiled", compile=True, max_duration="1epoch", limit_train_batches=3)
     pickle.dumps(copy.deepcopy(compiled))
     return distance(compiled, eager), len(graphs)
 
@@ -485,9 +499,9 @@ def deferred_and_whole(names: list[str], folder: str) -> list[bool]:
         tasks = [built(False, **arguments), built(True, **arguments), built(True, seed=9, **arguments)]
         parameters = list(tasks[2].parameters())
         for index, task in enumerate(tasks):
-            run_dir, callbacks = f"{folder}/{name} {min(index, 1)}", [StopAt(3)] if index == 1 else []
-            strategy = FSDPStrategy(device="cpu", **layout)
-            fit(strategy, task, run_dir, resume=index == 2, callbacks=callbacks, **settings)
+            run_dir, callbacks = f"{folder}/{name} {min(index, 1)}", [StopAt(2)] if index == 1 else []
+            settings = {**settings, "max_duration": "4step", "callbacks": callbacks}
+            fit(FSDPStrategy(device="cpu", **layout), task, run_dir, resume=index == 2, **settings)
         assert all(one is other for one, other in zip(parameters, tasks[2].parameters(), strict=True)), "whole again"
         assert not any(tensor.is_meta for tensor in [*tasks[2].parameters(), *tasks[2].buffers()])
         equal.append(equal_bits(tasks[2], tasks[0]))
@@ -606,7 +620,7 @@ def trained_on(kind: str, folder: Path, resume: bool, stop: int | None) -> dict[
 @pytest.mark.slow
 def test_a_run_goes_on_under_other_strategies_and_numbers_of_ranks(tmp_path):
     expected = trained_on("single", tmp_path / "whole", False, None)
-    chain = [("fsdp", 3, 1), ("ddp", 2, 2), ("fsdp in groups", 4, 3), ("single", 1, 5), ("fsdp", 2, None)]  # of 8 steps
+    chain = [("fsdp", 3, 1), ("ddp", 2, 2), ("fsdp in groups", 4, 3), ("single", 1, 4), ("fsdp", 2, None)]  # of 5 steps
     for kind, num_ranks, stop in chain:
         weights, *_ = run_ranks(trained_on, num_ranks, kind, tmp_path / "chain", stop != 1, stop)
     assert list(weights) == list(expected)

@@ -22,6 +22,7 @@ from trainkit.strategies.own_groups import OwnGroups
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
+from tests.marks import in_make_zoo
 from tests.strategies.fusion.training import (
     OPTIMIZERS,
     Partly,
@@ -77,8 +78,15 @@ def differences_on_this_rank(transport, run_dir, steps_of_single):
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("exchange", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "transport"),
+    [
+        (2, "shared_memory"),
+        pytest.param(3, "exchange", marks=pytest.mark.slow),
+        pytest.param(3, "shared_memory", marks=[pytest.mark.slow, in_make_zoo]),
+        pytest.param(2, "exchange", marks=[pytest.mark.slow, in_make_zoo]),
+    ],
+)
 def test_weights_equal_those_of_one_device_at_every_step(num_ranks, transport, steps_of_single, tmp_path):
     for found in run_ranks(differences_on_this_rank, num_ranks, transport, tmp_path, steps_of_single, timeout=150):
         assert len(found) == 18

@@ -37,12 +37,12 @@ def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, 
     return trainer.fit(task, data, resume=resume)
 
 
-def trained(strategy, name, *callbacks, optimizer="sgd", **settings):
-    """Return the weights after every step; in the last batch of each epoch some ranks have no samples."""
+def trained(strategy, name, *callbacks, optimizer="sgd", steps=4, **settings):
+    """Return the weights after every step; in the last batch of an epoch, the third, some ranks have no samples."""
     task, data = make(name, 13, batch_size=6)
     task.configure_optimizers = lambda: OPTIMIZERS[optimizer](task)
     seen = StepWeights()
-    train(strategy, task, data, seen, *callbacks, **settings)
+    train(strategy, task, data, seen, *callbacks, steps=steps, **settings)
     return seen.steps
 
 
