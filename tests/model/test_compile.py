@@ -13,7 +13,7 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.marks import in_make_zoo
+from tests.marks import EVERY_CASE, in_make_zoo
 from tests.tasks import Regression, assert_close, assert_same_bits, regression_data
 from trainkit import Data, TaskModule, Trainer
 from trainkit.errors import UserError
@@ -131,12 +131,15 @@ STRATEGIES = {
 }
 
 
+ONE_WAY = {"torch_ddp": False, "fusion": True}
+"""Strategies that train the whole task compiled, or its blocks, and both in `make zoo`."""
+
+
 def fitted(strategy: Any, compile: Any, folder: str) -> torch.Tensor:
     """Return the weights after training."""
     task, data = Tower(), Data(train=regression_data(32, dtype=torch.float64), batch_size=8)
-    Trainer(strategy, precision="fp64", compile=compile, callbacks=[], loggers=[], report=False, run_dir=folder).fit(
-        task, data
-    )
+    settings = {"max_duration": "3step", "precision": "fp64", "callbacks": [], "loggers": [], "report": False}
+    Trainer(strategy, compile=compile, run_dir=folder, **settings).fit(task, data)
     return torch.cat([tensor.reshape(-1) for tensor in task.state_dict().values()])
 
 
@@ -149,6 +152,8 @@ def compiled_and_eager(folder: str) -> dict[str, tuple[float, int]]:
         for part in ({}, {"blocks": ["Block"]}):
             if name == "pipeline" and not part:
                 continue  # refused
+            if name in ONE_WAY and bool(part) != ONE_WAY[name] and not EVERY_CASE:
+                continue
             torch.compiler.reset()
             before = counts["unique_graphs"]
             weights = fitted(make(), settings | part, f"{folder}/{name}_{len(part)}")
@@ -160,7 +165,7 @@ def compiled_and_eager(folder: str) -> dict[str, tuple[float, int]]:
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_tasks_and_blocks_train_to_the_weights_of_eager_ones_under_every_strategy(tmp_path):
     for found in run_ranks(compiled_and_eager, 2, str(tmp_path), timeout=300):
-        assert len(found) == 9
+        assert len(found) == (9 if EVERY_CASE else 7)
         for case, (distance, graphs) in found.items():
             assert distance < 1e-9, case
             assert graphs > 0, case

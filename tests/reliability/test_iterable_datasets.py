@@ -108,7 +108,8 @@ def fit(
 
 
 def fit_on_ranks(name: str, folder: Path) -> dict[str, Any]:
-    num_workers = {**dict.fromkeys(LENGTHS, 2), "batches": 1}
+    several = 2 if name == "ddp" else 0  # other strategies read by the same loader
+    num_workers = {**dict.fromkeys(LENGTHS, several), "batches": several // 2}
     return {
         kind: fit(STRATEGIES[name](device="cpu"), folder / kind, kind=kind, num_workers=num_workers[kind])
         for kind in num_workers

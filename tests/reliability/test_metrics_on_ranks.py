@@ -1,5 +1,6 @@
 """Metric objects, ours and torchmetrics', give on any number of ranks and under any strategy what one device gives."""
 
+import functools
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainkit.strategies.single import SingleStrategy
 from tests.tasks import Recorder
 from trainkit import Data, TaskModule, Trainer
 from trainkit.metrics.metric import Metric
-from trainkit.testing import rank_outcomes, run_ranks
+from trainkit.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs torchmetrics")
 SIZES = (1, 2, 3, 4, 5, 7, 11)
@@ -98,11 +99,24 @@ def trained(strategy: Any) -> list[dict[str, float]]:
 def on_ranks() -> Any:
     measured = [evaluate(DDPStrategy(device="cpu"), num_samples) for num_samples in SIZES]
     each_alone = [evaluate(DDPStrategy(device="cpu", micro_batch_size=1), num_samples) for num_samples in SIZES]
-    return measured, each_alone, trained(FusionStrategy(device="cpu"))
+    trained_on_ranks = trained(FusionStrategy(device="cpu"))
+    return measured, each_alone, trained_on_ranks, on_stages(["network.2"]), refusal_on_stages()
 
 
 def on_stages(cuts: list[str] | None) -> dict[str, float]:
     return evaluate(PipelineStrategy(stages=2, device="cpu", split_points=cuts), 11, with_collection=False)
+
+
+def refusal_on_stages() -> str:
+    with pytest.raises(Exception) as raised:  # what one rank refuses ends the other
+        on_stages(None)
+    return str(raised.value)
+
+
+@functools.cache
+def found_on_ranks() -> Any:
+    """Return what each of two ranks found; they import torchmetrics once for all tests."""
+    return run_ranks(on_ranks, 2)
 
 
 def assert_equal(actual: dict[str, float], expected: dict[str, float], *, close: tuple[str, ...]) -> None:
@@ -128,7 +142,7 @@ def test_ranks_compute_what_one_device_does():
     alone = [evaluate(SingleStrategy(device="cpu"), num_samples) for num_samples in SIZES]
     each_alone = [evaluate(SingleStrategy(device="cpu", micro_batch_size=1), num_samples) for num_samples in SIZES]
     training = trained(SingleStrategy(device="cpu"))
-    for measured, each, logged in run_ranks(on_ranks, 3):
+    for measured, each, logged, *_ in found_on_ranks():
         for num_samples, expected, actual in zip(SIZES, alone, measured, strict=True):
             assert actual["validation/order/count"] == num_samples
             assert_equal(actual, expected, close=("loss",))
@@ -155,7 +169,7 @@ def test_replicas_of_dp_compute_what_one_device_does():
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 def test_metrics_of_the_last_stage_are_those_of_the_whole():
     expected = evaluate(SingleStrategy(device="cpu"), 11, with_collection=False)
-    for actual in run_ranks(on_stages, 2, ["network.2"]):
+    for *_, actual, _ in found_on_ranks():
         assert_equal(actual, expected, close=("loss",))
-    failures = [outcome.failure or "" for outcome in rank_outcomes(on_stages, 2, None, patience=1.0)]
+    failures = [failure for *_, failure in found_on_ranks()]
     assert any("is updated by calls of which an earlier stage than the last makes some" in text for text in failures)

@@ -43,7 +43,7 @@ def test_columns_are_the_first_ranks_of_each_host_then_the_second_ones():
 
 @pytest.mark.slow
 def test_two_hosts_of_two_ranks_send_only_what_they_must_and_train_as_one_device():
-    command = [sys.executable, NETWORK, "--hosts", "2", "--ranks", "2", "--rate", "1000", "--rounds", "2", "--json"]
+    command = [sys.executable, NETWORK, "--hosts", "2", "--ranks", "2", "--rate", "1000", "--rounds", "1", "--json"]
     ended = subprocess.run(
         [*command, "--contenders", "ddp", "fusion"], capture_output=True, text=True, timeout=300, check=False
     )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from trainkit.strategies.ddp import DistributedDataParallel
 
+from tests.marks import EVERY_CASE
 from trainkit.testing import run_ranks
 
 UPSTREAM = "torch.testing._internal.distributed.distributed_test"
@@ -171,6 +172,8 @@ PASSED = (
     "test_ddp_sync_module_states",
     "test_ddp_sink_noclone",
 )
+COSTLY = {"test_ddp_compile_static_graph", "test_ddp_hook_parity_post_localSGD", "test_ddp_hook_parity_powerSGD"}
+"""Half of the processor time, in `make zoo`; test_compile.py and test_comm_hooks.py have the same against stock DDP."""
 
 
 @pytest.mark.slow
@@ -178,7 +181,8 @@ PASSED = (
 def test_the_drop_in_passes_upstreams_tests(tmp_path):
     for folder in ("barrier", "test_dir", "init_dir"):
         (tmp_path / folder).mkdir()
-    for outcomes in run_ranks(outcomes_of, 2, list(PASSED), str(tmp_path)):
-        ended = dict(zip(PASSED, outcomes, strict=False))
+    names = [name for name in PASSED if EVERY_CASE or name not in COSTLY]
+    for outcomes in run_ranks(outcomes_of, 2, names, str(tmp_path)):
+        ended = dict(zip(names, outcomes, strict=False))
         assert {name: outcome for name, outcome in ended.items() if outcome != "passed"} == {}
-        assert len(outcomes) == len(PASSED)
+        assert len(outcomes) == len(names)
