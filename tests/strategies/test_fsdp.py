@@ -513,9 +513,10 @@ def deferred_and_whole(names: list[str], folder: str) -> list[bool]:
     [
         (2, ["blocks"]),
         pytest.param(4, ["replicated"], marks=[pytest.mark.slow, in_make_zoo]),
-        pytest.param(3, ["nested units", "frozen", "recomputed"], marks=pytest.mark.slow),
+        pytest.param(3, ["nested units", "recomputed"], marks=pytest.mark.slow),
+        pytest.param(3, ["frozen"], marks=[pytest.mark.slow, in_make_zoo]),
     ],
-    ids=["2 ranks", "4 ranks", "3 ranks"],
+    ids=["2 ranks", "4 ranks", "3 ranks", "frozen on 3"],
 )
 def test_a_task_built_without_memory_trains_to_the_same_bits(num_ranks, names, tmp_path):
     for equal in run_ranks(deferred_and_whole, num_ranks, names, str(tmp_path), timeout=150):
