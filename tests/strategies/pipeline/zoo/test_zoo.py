@@ -214,7 +214,7 @@ def test_an_error_of_the_steps_own_code_in_a_stage_names_the_placeholders():
 
 
 def _trained_in_stages():
-    difference(_HookedTogether)
+    difference(_HookedTogether, costs="estimated")  # measured times might put both tensors into one stage
 
 
 class _Evaluated(ReplacedBuffer):
