@@ -89,8 +89,8 @@ class Settings:
 
     tree: dict[str, Any]
     """Plain values; `recipe` is the name of the chosen recipe, or `None`."""
-    unresolved: str
-    """The config as YAML, with its interpolations."""
+    config: Any
+    """The config before its interpolations are resolved."""
     find_origins: Callable[[], KeyOrigins] = KeyOrigins
     """Returns the origin of each key; it reads all files again."""
 
@@ -98,6 +98,11 @@ class Settings:
     def name(self) -> str:
         """The name of the run's folder: the recipe, or the task's class."""
         return Path(str(self.tree.get("recipe") or self.tree["task"]["_target_"]).rpartition(".")[2]).name
+
+    @property
+    def unresolved(self) -> str:
+        """The config as YAML, with its interpolations."""
+        return OmegaConf.to_yaml(self.config)
 
     def as_yaml(self) -> str:
         """Return the YAML that is saved in the run folder; the run can be repeated from it."""
@@ -113,8 +118,7 @@ def compose_config(
     With `saved`, its values replace the package's defaults; unless it is trusted, it may name only classes of trainkit
     and what the user's own configs and overrides name too.
     """
-    GlobalHydra.instance().clear()
-    with initialize_config_module("trainkit.conf", version_base="1.3", job_name="trainkit"):
+    with _another_hydra(), initialize_config_module("trainkit.conf", version_base="1.3", job_name="trainkit"):
         loader = GlobalHydra.instance().config_loader()
         search_path = loader.get_search_path()
         for folder in config_dirs:
@@ -124,6 +128,17 @@ def compose_config(
         for group, name, settings in plugin_settings():
             ConfigStore.instance().store(group=group, name=name, node=settings, provider="plugin")
         yield ConfigComposer(loader, saved, config_dirs)
+
+
+@contextmanager
+def _another_hydra() -> Iterator[None]:
+    """Set aside the Hydra that is initialized, which may be that of a sweep, for one that the block initializes."""
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = before
 
 
 def resume_command(run_dir: str | Path, tree: Mapping[str, Any]) -> str:
@@ -222,10 +237,9 @@ class ConfigComposer:
         trusted = self._trusted(settings.tree, overrides)  # before anything is imported
         # Keys of a wrong choice would be reported as unknown.
         wrong = {problem.key for problem in problems if problem.key in GROUPS}
-        options = {group: self.options(group) for group in GROUPS}
         needs_task = needs_task and "recipe" not in wrong
         needs = {"needs_task": needs_task, "check_devices": check_devices}
-        found = check(settings.tree, options=options, trusted=trusted, **needs)
+        found = check(settings.tree, options=self.options, trusted=trusted, **needs)
         problems += [problem for problem in found if problem.key.partition(".")[0] not in wrong]
         if problems:
             raise ConfigError(with_origins(problems, self._origins(overrides, rendered)))
@@ -368,7 +382,7 @@ def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None 
         tree = OmegaConf.to_container(config)
     assert isinstance(tree, dict)
     named = {"recipe": recipe, **{str(key): value for key, value in tree.items()}}
-    return Settings(named, OmegaConf.to_yaml(config))
+    return Settings(named, config)
 
 
 def _missing_config(error: MissingConfigException) -> Problem:

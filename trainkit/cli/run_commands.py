@@ -15,7 +15,6 @@ from traceback import walk_tb
 from typing import Any, TextIO
 
 import torch
-from hydra.core.singleton import Singleton
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from torch import nn
@@ -157,15 +156,12 @@ def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Con
     recipe = settings.tree.get("recipe")
     if recipe is None:
         return None
-    state = Singleton.get_state()  # the Hydra of a sweep may be running
     try:
         with compose_config(config_dirs) as composer:
             own, with_strategy = composer.recipe_trees(recipe, settings.tree["strategy"]["_target_"])
     except UserError as error:  # a recipe whose folder is gone
         logger.debug("the recipe %s cannot be composed: %s", recipe, error)
         return None
-    finally:
-        Singleton.set_state(state)
     changes = differences(with_strategy, settings.tree)
     if own != with_strategy:
         before, after = (tree["strategy"]["_target_"].rpartition(".")[2] for tree in (own, settings.tree))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
@@ -195,14 +195,14 @@ def closest(name: str, valid: Sequence[str]) -> list[str]:
 def check(
     settings: Mapping[str, Any],
     *,
-    options: Mapping[str, Sequence[str]],
+    options: Callable[[str], Sequence[str]],
     needs_task: bool = True,
     check_devices: bool = True,
     trusted: Collection[str] | None = None,
 ) -> list[Problem]:
     """Return all problems of a config; nothing is instantiated.
 
-    `options` are the choices of each config group. With `needs_task` a missing task is a problem, with `check_devices`
+    `options` returns the choices of a config group. With `needs_task` a missing task is a problem, with `check_devices`
     a device that this machine does not have. With `trusted`, any other `_target_` must be a class of trainkit that
     belongs at its place.
     """
@@ -214,7 +214,7 @@ def check(
 
 class _Check:
     def __init__(
-        self, settings: Mapping[str, Any], options: Mapping[str, Sequence[str]], trusted: Collection[str] | None
+        self, settings: Mapping[str, Any], options: Callable[[str], Sequence[str]], trusted: Collection[str] | None
     ) -> None:
         self._settings = settings
         self._options = options
@@ -261,21 +261,22 @@ class _Check:
             yield Problem(section, f"{node!r} is not a mapping with a _target_; {remedy}")
         elif required:
             own = "MyTask" if section == "task" else "MyData"
-            recipes = ", ".join(self._options.get("recipe", ()))
+            recipes = ", ".join(self._options("recipe"))
             message = f"is missing. Type recipe=NAME ({recipes}), or your own: {section}._target_=my_package.{own}"
             yield Problem(section, message, origin="")
 
     def _strategy(self, node: Any) -> Iterator[Problem]:
-        options = self._options.get("strategy", ())
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield from self._walk("strategy", node, self._kinds["strategy"])
+            return
+        options = self._options("strategy")
         if isinstance(node, str) and node not in options:
             yield Problem("strategy", unknown_choice("strategy", node, options))
         elif isinstance(node, str):
             remedy = f"write '- override /strategy: {node}' in the file's defaults"
             yield Problem("strategy", f"is a choice, not a value; {remedy}")
-        elif not isinstance(node, Mapping) or "_target_" not in node:
-            yield Problem("strategy", f"no strategy is chosen; type strategy=single. {list_choices(options)}")
         else:
-            yield from self._walk("strategy", node, self._kinds["strategy"])
+            yield Problem("strategy", f"no strategy is chosen; type strategy=single. {list_choices(options)}")
 
     def _named_objects(self, group: str, node: Any) -> Iterator[Problem]:
         """Check callbacks or loggers: a mapping of names to objects, or to `null` for those that are off."""
@@ -284,19 +285,21 @@ class _Check:
         if not isinstance(node, Mapping):
             yield Problem(group, f"{node!r} is not a mapping of names to objects; type +{group}=NAME")
             return
-        options = self._options.get(group, ())
         for name, settings in node.items():
-            path = f"{group}.{name}"
             if isinstance(settings, Mapping) and "_target_" in settings:
-                yield from self._walk(path, settings, self._kinds[group])
-            elif settings is not None and name in options:
-                yield Problem(path, f"is not enabled; type +{group}={name}")
-            elif path in RENAMED:
-                yield unknown_key(path, options, all_keys=())
-            elif settings is not None:
-                near = closest(name, options)
-                hint = did_you_mean([f"{group}.{near[0]}"]) if near else list_choices(options)
-                yield Problem(path, f"unknown key. {hint} Your own class needs {path}._target_=my_package.MyClass")
+                yield from self._walk(f"{group}.{name}", settings, self._kinds[group])
+            elif settings is not None or f"{group}.{name}" in RENAMED:
+                yield self._without_target(group, name)
+
+    def _without_target(self, group: str, name: str) -> Problem:
+        path, options = f"{group}.{name}", self._options(group)
+        if name in options:
+            return Problem(path, f"is not enabled; type +{group}={name}")
+        if path in RENAMED:
+            return unknown_key(path, options, all_keys=())
+        near = closest(name, options)
+        hint = did_you_mean([f"{group}.{near[0]}"]) if near else list_choices(options)
+        return Problem(path, f"unknown key. {hint} Your own class needs {path}._target_=my_package.MyClass")
 
     def _walk(self, path: str, node: Any, kinds: tuple[type, ...] | None = None) -> Iterator[Problem]:
         """Check every `_target_` in a tree, and that every value is given; classes must be among the `kinds`."""
