@@ -21,6 +21,7 @@ FOLDERS = {
     "recipes": "trainkit/recipes",
 }
 TINY = ["recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "trainer.max_duration=2step"]
+QUIET = ["callbacks=[]", "logger=[]", "trainer.report=false"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -95,11 +96,11 @@ def _environment(folder, *install):
     return python
 
 
-def _works(python, folder):
+def _works(python, folder, *settings):
     """Check that the command line lists the recipes and trains, started in `folder`."""
     assert "trainkit fit recipe=char_lm" in _run(python, "-m", "trainkit", "recipes", cwd=folder)
     run_dir = python.parent / "run"
-    _run(python, "-m", "trainkit", "fit", *TINY, f"run_dir={run_dir}", cwd=folder)
+    _run(python, "-m", "trainkit", "fit", *TINY, *settings, f"run_dir={run_dir}", cwd=folder)
     assert (run_dir / "summary.json").exists()
 
 
@@ -123,14 +124,14 @@ def test_the_wheel_works_from_another_folder_and_at_the_root(wheel, sources, tmp
     python = _environment(tmp_path / "environment", wheel)
     _works(python, tmp_path)
     assert "trainkit fit recipe=digits" in _run(python.parent / "trainkit", "recipes", cwd=tmp_path)
-    where = _run(python, "-c", "import trainkit.strategies.single as s; print(s.__file__)", cwd=tmp_path)
+    find = "from importlib.util import find_spec; print(find_spec('trainkit.strategies.single').origin)"
+    where = _run(python, "-c", find, cwd=tmp_path)
     assert str(tmp_path / "environment") in where
     assert "trainkit fit recipe=digits" in _run(python, "-m", "trainkit", "recipes", cwd=sources)
-    quiet = ["callbacks=[]", "logger=[]", "trainer.report=false"]
-    _run(python, "-m", "trainkit", "fit", *TINY, *quiet, f"run_dir={tmp_path / 'run'}", cwd=sources)
+    _run(python, "-m", "trainkit", "fit", *TINY, *QUIET, f"run_dir={tmp_path / 'run'}", cwd=sources)
 
 
 def test_python_dash_m_works_at_the_root_after_an_editable_install(sources, tmp_path):
     python = _environment(tmp_path / "environment", "-e", sources)
-    _works(python, sources)
+    _works(python, sources, *QUIET)
     assert "trainkit fit recipe=digits" in _run(python, "-m", "trainkit", "recipes", cwd=tmp_path)

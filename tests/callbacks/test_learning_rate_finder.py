@@ -93,7 +93,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 def search_on_two_ranks(folder: Path) -> dict[str, Any]:
     """Return for each strategy the weights with and without the search."""
     found: dict[str, Any] = {}
-    settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "num_sanity_batches": 0}
+    settings: dict[str, Any] = {"max_duration": "3step", "loggers": [], "num_sanity_batches": 0, "report": False}
     for name, strategy in STRATEGIES.items():
         searched, plain = Model(), Model()
         finder = LearningRateFinder(num_steps=10, on_finish="continue")

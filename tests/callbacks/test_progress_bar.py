@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import struct
-import subprocess
 import sys
 import termios
 import warnings
@@ -214,21 +213,24 @@ def test_validate_has_a_bar(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def piped_run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[bytes]:
-    """A run with its output through pipes, with the variables set that force colours."""
+def piped_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What a run writes into pipes, with the variables set that force colours: its standard output and its errors."""
     folder = tmp_path_factory.mktemp("piped")
-    return subprocess.run(
-        [sys.executable, "-W", "error", progress_program.__file__, str(folder), "fit"],
-        capture_output=True,
-        check=True,
-        timeout=600,
-        env={**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "PYTHONIOENCODING": "utf-8"},
-    )
+    environment = {**os.environ, "FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
+    (out, far_out), (errors, far_errors) = os.pipe(), os.pipe()
+    streams = (0, far_out, far_errors)
+    with Program(strictly, str(folder), "fit", streams=streams, environment=environment) as program:
+        os.close(far_out)
+        os.close(far_errors)
+        with open(out, encoding="utf-8") as output, open(errors, encoding="utf-8") as logged:
+            texts = output.read(), logged.read()  # the few errors fit into their pipe until they are read
+        assert program.wait() == 0, texts
+    return texts
 
 
 @pytest.fixture(scope="module")
-def piped(piped_run: subprocess.CompletedProcess[bytes]) -> str:
-    return piped_run.stdout.decode()
+def piped(piped_run: tuple[str, str]) -> str:
+    return piped_run[0]
 
 
 def test_a_pipe_gets_no_control_characters(piped: str) -> None:
@@ -246,8 +248,8 @@ def test_a_pipe_gets_a_line_for_every_log_point_and_every_evaluation(piped: str)
     assert all("samples/s  ETA " in line for line in lines if line.startswith("step 10/60"))
 
 
-def test_a_pipe_gets_a_line_for_every_saved_checkpoint(piped_run: subprocess.CompletedProcess[bytes]) -> None:
-    assert piped_run.stderr.decode().count("logged: saved") >= 2
+def test_a_pipe_gets_a_line_for_every_saved_checkpoint(piped_run: tuple[str, str]) -> None:
+    assert piped_run[1].count("logged: saved") >= 2
 
 
 def test_a_pipe_gets_the_final_tables(piped: str) -> None:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from trainkit.cli.main import main
+
 TASK = '''\
 import torch
 from torch import nn
@@ -71,35 +73,27 @@ def _trainkit(folder, *argv):
 
 
 @pytest.mark.slow
-def test_a_project_needs_nothing_but_its_module_and_its_config_folder(project):
+def test_a_project_needs_nothing_but_its_module_and_its_config_folder(project, monkeypatch, capsys):
     ran = _trainkit(project, "fit", "--config-dir", "conf", "recipe=mine", "run_dir=run")
     assert ran.returncode == 0, ran.stderr
     metrics = json.loads((project / "run" / "summary.json").read_text())["metrics"]
     assert metrics["validation/loss"] < 1e-3
     # Its run needs the config folder no more.
-    again = _trainkit(project, "validate", "checkpoint=run")
-    assert again.returncode == 0, again.stderr
-    assert "validation/loss" in again.stdout
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["validate", "checkpoint=run"]) == 0
+    assert "validation/loss" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_task_and_data_are_named_on_the_command_line_alone(project):
-    ran = _trainkit(
-        project,
-        "fit",
-        "task._target_=my_project.tasks.Line",
-        "data._target_=my_project.tasks.Points",
-        "+data.points=32",
-        "callbacks=[]",
-        "logger=[]",
-    )
-    assert ran.returncode == 0, ran.stderr
+def test_a_task_and_data_are_named_on_the_command_line_alone(project, monkeypatch):
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    named = ["task._target_=my_project.tasks.Line", "data._target_=my_project.tasks.Points", "+data.points=32"]
+    assert main(["fit", *named, "callbacks=[]", "logger=[]"]) == 0
     assert [path.name for path in (project / "runs").iterdir()] == ["Line"]
 
 
 def test_own_recipes_are_listed(project, monkeypatch, capsys):
-    from trainkit.cli.main import main
-
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     (project / "my_project" / "tasks.py").write_text('"""Fits a line."""\n' + TASK)

@@ -14,7 +14,10 @@ from trainkit.cli.main import main
 from trainkit.cli.run_commands import resume_hint
 from trainkit.errors import Stopped
 
-TINY = ["recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8", "logger=[jsonl]"]
+TINY = [
+    *("recipe=digits_mlp", "data.num_train=96", "data.batch_size=16", "task.width=8"),
+    *("logger=[jsonl]", "trainer.report=false"),
+]
 CHECKPOINTS = ["callbacks=[checkpoint]", "callbacks.checkpoint.every=2step"]
 
 

@@ -13,7 +13,10 @@ import pytest
 from tests.program import Program
 from trainkit.cli.main import main
 
-TINY = ["recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
+TINY = [
+    *("recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8"),
+    *("trainer.max_duration=2step", "trainer.report=false"),
+]
 QUIET = ["callbacks=[]", "logger=[]"]
 
 
@@ -29,13 +32,15 @@ def _jobs(folder):
 
 @pytest.mark.slow
 def test_two_jobs_leave_two_run_folders_and_a_table(tmp_path, capsys):
-    assert main(["fit", "-m", *TINY, "task.lr=0.1,0.2", "+callbacks=early_stopping", "~callbacks.progress_bar"]) == 0
+    settings = ["trainer.report=true", "+callbacks=early_stopping", "~callbacks.progress_bar"]
+    assert main(["fit", "-m", *TINY, "task.lr=0.1,0.2", *settings]) == 0
     (sweep,) = (tmp_path / "runs" / "digits_mlp").iterdir()
     assert sweep.name.endswith("_sweep")
     for job, lr in (("0", "0.1"), ("1", "0.2")):
         assert f"lr: {lr}" in (sweep / job / "config.yaml").read_text()
         assert "early_stopping:" in (sweep / job / "config.yaml").read_text()
         assert json.loads((sweep / job / "summary.json").read_text())["steps"] == 2
+        assert "task.lr" in (sweep / job / "config_diff.json").read_text()
     shown = capsys.readouterr().out
     assert "sweep of 2 jobs in runs/digits_mlp/" in shown
     assert "1  task.lr=0.2  validation/loss=" in shown
@@ -125,7 +130,7 @@ def children_of(pid):
 SEARCHED = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=2"]
 ON_RANKS = {
     "alone": [*TINY, "task._target_=alone.Alone", "task.lr=0.1,0.2"],
-    "optuna": [*TINY[:3], TINY[4], *SEARCHED, "task.width=choice(0,8)"],
+    "optuna": [*TINY[:3], *TINY[4:], *SEARCHED, "task.width=choice(0,8)"],
 }
 
 

@@ -40,6 +40,7 @@ _SMALL = [
     "trainer.limit_validation_batches=1",
     "trainer.max_duration=1epoch",
     "trainer.num_sanity_batches=0",
+    "trainer.report=false",
 ]
 _FEWER = {"hydra.launcher.n_jobs": 1, "hydra.sweeper.n_trials": 2}  # test_sweep.py runs two jobs side by side
 _OTHER_PROGRAMS = {"make", "pip", "tensorboard", "python", "kill"}
@@ -267,6 +268,6 @@ def made_small(words: list[str]) -> list[str]:
     words = [next((f"{key}={n}" for key, n in _FEWER.items() if word.startswith(f"{key}=")), word) for word in words]
     kept = [word for word in words if not word.startswith("trainer.max_duration=")]
     swept = [word for word in words if word.startswith("trainer.max_duration=") and "," in word and "[" not in word]
-    small = _SMALL if words[0] == "fit" else ["trainer.max_duration=2epoch"]
+    small = _SMALL if words[0] == "fit" else ["trainer.max_duration=2epoch", "trainer.report=false"]
     small = [*small, "size=tiny"] if {"recipe=gpt", "recipe=char_lm"} & set(words) else small
     return [*kept, *swept, *(item for item in small if item.partition("=")[0] not in typed - {"trainer.max_duration"})]

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.loggers import test_mlflow, test_tensorboard
 from tests.loggers.test_wandb import history
+from tests.program import Program
+from tests.tasks import Regression, regression_data
+from trainkit import Data, Trainer
 
-_PROGRAM = """
-    from pathlib import Path
-    from tests.tasks import Regression, regression_data
-    from trainkit import Data, Trainer
+
+def train() -> None:
     from trainkit.loggers.mlflow import MlflowLogger
     from trainkit.loggers.wandb import WandbLogger
 
     loggers = ["tensorboard", "jsonl", "csv", WandbLogger(mode="offline", project="p"), MlflowLogger()]
     data = Data(train=regression_data(24), validation=regression_data(8, seed=1), batch_size=8)
-    settings = {"max_duration": "2epoch", "log_every": "1step", "callbacks": []}
+    settings: dict[str, Any] = {"max_duration": "2epoch", "log_every": "1step", "callbacks": []}
     Trainer("single", run_dir=Path("run"), loggers=loggers, **settings).fit(Regression(), data)
-"""
 
 
 @pytest.mark.slow
@@ -37,11 +35,12 @@ def test_all_loggers_at_once_keep_the_same_curves(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    program = [sys.executable, "-c", textwrap.dedent(_PROGRAM)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "logger" not in ended.stderr  # none has failed
+    monkeypatch.chdir(tmp_path)
+    with Path("errors.txt").open("w") as file, Program(train, streams=(0, 1, file.fileno())) as program:
+        code = program.wait()
+    errors = Path("errors.txt").read_text()
+    assert code == 0, errors
+    assert "logger" not in errors  # none has failed
 
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,5 +1,6 @@
 """The recipes: their settings agree with their code, they run tiny, and digits learns."""
 
+import functools
 import json
 import math
 import sys
@@ -28,6 +29,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
+@functools.cache
 def _tree(recipe):
     with compose_config() as composer:
         return composer.settings([f"recipe={recipe}"]).tree
@@ -70,9 +72,12 @@ def test_an_unknown_size_is_rejected_and_full_changes_nothing(tmp_path):
         assert composer.settings(["recipe=mine", "size=tiny", "task.width=3"]).tree["task"]["width"] == 3
 
 
+ONE_BATCH = ["trainer.limit_validation_batches=1", "trainer.report=false"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_recipe_runs_with_every_callback(recipe, tmp_path):
-    argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", "trainer.limit_validation_batches=1"]
+    argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", *ONE_BATCH]
     assert main(["fit", *argv, "run_dir=run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 4
