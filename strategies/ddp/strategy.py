@@ -340,14 +340,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def strategy_state(self) -> dict[str, Any]:
         """Return the state of the communication hook on every rank, complete on rank 0; collective."""
         hooks = self._saved_hook_states()
-        if self.comm_hook is None or not hooks:
+        if not hooks:
             return {}
         own: dict[str, Any] = {"hooks": {phase: state.state_dict() for phase, state in hooks.items()}}
         if self._averaging is not None and self._averaging.step > self._averaging.start_step:
             assert self._optimizer is not None
             own |= {"weights": self._averaged, "optimizer": self._optimizer.state_dict()["state"]}
         own = map_tensors(own, lambda tensor: tensor.detach().to("cpu", copy=True))  # without what it is a view of
-        return {"comm_hook": self.comm_hook.name, "hook_states": self.comm.gather_object(own)}
+        return {"comm_hook": self._hook_name, "hook_states": self.comm.gather_object(own)}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
         """Restore this rank's state of the communication hook.
@@ -357,7 +357,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         states, hooks = saved.get("hook_states"), self._saved_hook_states()
         if not states:
             return
-        name = "none" if self.comm_hook is None else self.comm_hook.name
+        name = self._hook_name
         is_same_hook = saved["comm_hook"] == name and states[0]["hooks"].keys() == hooks.keys()
         if is_same_hook and len(states) == self.comm.world_size:
             own = in_memory(states[self.comm.rank])
@@ -381,6 +381,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 if "weights" in states[0]
                 else "that state is dropped",
             )
+
+    @property
+    def _hook_name(self) -> str:
+        """Name of the hook whose state checkpoints hold."""
+        return "none" if self.comm_hook is None else self.comm_hook.name
 
     def _saved_hook_states(self) -> dict[str, SavedHookState]:
         """Return the hook's states that checkpoints hold, by phase; warn once of others."""

@@ -26,7 +26,7 @@ from ..ddp.transport import WaitableWork, WatchedWork
 from .host_copy import Event, open_host_copier
 from .partition import equal_shards, split_into_chunks
 from .point_to_point import MessageThread, receive_shards, send_shards
-from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
+from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, add_loss, ordered_sum
 
 _TO_SERVER, _SUM, _WEIGHTS = range(3)  # kinds of messages
 _NUM_TAGS = 2**20  # of a kind; far more than are under way at once
@@ -122,10 +122,12 @@ class GlooExchange(ShardTransport):
     def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
         ready = ready or self.copier.mark()
         transfers: list[ChunkTransfer] = []
-        flags = None
+        flags, flat = None, self.flats[bucket]
+        error = self.add_error(bucket, flat)
         if self.world_size > 1:
-            flat, chunks = self.flats[bucket], self._chunks[bucket]
-            transfers = [ChunkTransfer(self, bucket, flat[start:stop], ready, where) for start, stop in chunks]
+            for start, stop in self._chunks[bucket]:
+                of_chunk = None if error is None else error[start:stop]
+                transfers.append(ChunkTransfer(self, bucket, flat[start:stop], ready, where, error=of_chunk))
             for number, transfer in enumerate(transfers, self._num_chunks):
                 transfer.number = number
             self._num_chunks += len(transfers)
@@ -205,8 +207,11 @@ class ChunkTransfer:
 
     number: int  # of the chunk, among all that were ever sent
 
-    def __init__(self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Event, where: str) -> None:
+    def __init__(
+        self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Event, where: str, *, error: Tensor | None
+    ) -> None:
         self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
+        self.error = error  # what rounding loses of the chunk on this rank, None without error feedback
         self.sizes = equal_shards(len(chunk), exchange.world_size)
         self.is_sent = self.is_summed = self.is_complete = False
         self.sent = chunk
@@ -221,6 +226,7 @@ class ChunkTransfer:
         if chunk.device.type != "cpu" or dtype != chunk.dtype:
             self.sent = exchange.copier.empty(len(chunk), dtype)
             self._copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
+            add_loss(self.error, chunk, self.sent)
         self._shards = self.sent.split(self.sizes)
         self.arrived = [torch.empty_like(self._shards[exchange.rank]) for _ in range(exchange.world_size - 1)]
         self.arrived.insert(exchange.rank, self._shards[exchange.rank])
@@ -260,6 +266,8 @@ class ChunkTransfer:
             self.chunk.split(self.sizes)[exchange.rank].copy_(total)
         else:
             own.copy_(total)
+            first = sum(self.sizes[: exchange.rank])
+            add_loss(None if self.error is None else self.error[first : first + len(own)], total, own)
             tag = tag_of(_SUM, self.number)
             self._returning += send_shards([own] * exchange.world_size, exchange.groups.messages, tag)
         self.is_summed, self.arrived = True, []

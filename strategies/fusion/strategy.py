@@ -22,7 +22,9 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, named_state
 from trainkit.task import TaskModule
 
+from ..ddp.bucket import GradBucket
 from ..ddp.bucket_plan import MIB
+from ..ddp.comm_hooks import ErrorFeedback, HalfPrecision
 from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Unused
 from ..ddp.shared_memory import why_no_shared_memory
@@ -42,7 +44,7 @@ Servers = Literal["rank", "host"]
 MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the memory of a second set
 _LARGEST_CHUNK = MIB // 2  # larger ones of several hosts wait for each other where they meet at one link
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
-_REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16}
+_REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FusionStrategy(DDPStrategy):
@@ -63,7 +65,12 @@ class FusionStrategy(DDPStrategy):
             hosts a sixteenth of the gradients, from 1 to 4.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
-        reduce_dtype: Dtype in which gradients are sent: their own (`None`), or `bf16`, summed in fp32.
+        reduce_dtype: Dtype in which gradients are sent: their own (`None`), `bf16` or `fp16`, summed in fp32. What
+            overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
+        error_feedback: With `reduce_dtype`: each rank keeps what its rounding loses, of the gradients that it sends and
+            of the sums that it returns as a server, and adds it to what it sends next of the same elements (Seide et
+            al., 2014, "1-bit SGD"; Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is
+            then that of the gradients, up to the last errors. For parameters that no rank uses in a step they are lost.
         transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
         servers: `rank`: every rank is a server; `host`: the first rank of each host.
         communication_thread: Move buffers on a separate thread while backward runs, instead of on backward's own thread
@@ -85,7 +92,8 @@ class FusionStrategy(DDPStrategy):
         micro_batch_size: int | Literal["auto"] | None = None,
         buffer_mb: float | None = None,
         max_in_flight: int = 4,
-        reduce_dtype: Literal["bf16"] | None = None,
+        reduce_dtype: Literal["bf16", "fp16"] | None = None,
+        error_feedback: bool = False,
         transport: Literal["auto", "shared_memory", "exchange"] = "auto",
         servers: Servers = "rank",
         communication_thread: Literal["auto"] | bool = "auto",
@@ -115,8 +123,14 @@ class FusionStrategy(DDPStrategy):
             launcher=launcher,
         )
         if reduce_dtype not in _REDUCE_DTYPES:
+            likely = nearest(str(reduce_dtype), ("bf16", "fp16"))
+            raise UserError(f"reduce_dtype={reduce_dtype!r} is unknown.{likely} Choose null, bf16 or fp16.")
+        if not isinstance(error_feedback, bool):
+            raise UserError(f"error_feedback must be true or false, got {error_feedback!r}.")
+        if error_feedback and reduce_dtype is None:
             raise UserError(
-                f"reduce_dtype={reduce_dtype!r} is unknown.{nearest(str(reduce_dtype), ('bf16',))} Choose null or bf16."
+                "error_feedback=true keeps what rounding to reduce_dtype loses, and reduce_dtype=null rounds nothing. "
+                "Set strategy.reduce_dtype=bf16, or strategy.error_feedback=false."
             )
         for name, value, valid in (("transport", transport, _TRANSPORTS), ("servers", servers, ("rank", "host"))):
             if value not in valid:
@@ -132,6 +146,12 @@ class FusionStrategy(DDPStrategy):
                 "micro_batch_size=auto does not work with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
             )
+        if self.auto_micro_batch and error_feedback:
+            raise UserError(
+                "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
+                "error_feedback=true; give strategy.micro_batch_size as a number."
+            )
+        self.reduce_dtype, self.error_feedback = reduce_dtype, error_feedback
         self.transport_name = transport
         self.servers: Servers = servers
         self.communication_thread = communication_thread
@@ -167,10 +187,17 @@ class FusionStrategy(DDPStrategy):
             check_elementwise(members(phase_optimizer.optimizer), "shard_optimizer=true", remedy)
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
+        self._check_rounding(phase_optimizer)
         super().prepare_optimizer(task, phase_optimizer)
         assert self.reducer is not None
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self._transport = self._open_transport()
+        if self.error_feedback:
+            assert self.fusion_settings.reduce_dtype is not None
+            state = self._hook_states[phase_optimizer.phase] = HalfPrecision(
+                self.comm.group, self.fusion_settings.reduce_dtype
+            )
+            self._transport.errors_of = partial(self._errors_of, state.errors)
         is_remote = self.device.type == "cuda" or len(self._hosts.ranks) > 1
         if self.communication_thread is True or (self.communication_thread == "auto" and is_remote):
             self._thread = CommunicationThread(
@@ -191,6 +218,39 @@ class FusionStrategy(DDPStrategy):
     def bytes_a_step(self) -> int | None:
         """Bytes that this rank sends (in shared memory: reads from and writes to others) in a step; None before it."""
         return None if self._transport is None else self._transport.bytes_a_step
+
+    @property
+    def _hook_name(self) -> str:
+        # The errors are those of ddp's hook of this name, which can continue with them.
+        return str(self.reduce_dtype) if self.error_feedback else "none"
+
+    def _errors_of(self, errors: ErrorFeedback, buffer: int) -> Tensor:
+        assert self.reducer is not None
+        return errors.of(GradBucket(self.reducer.buckets[buffer], is_last=buffer == len(self.reducer.buckets) - 1))
+
+    def _check_rounding(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if rounding to `reduce_dtype`, or its errors, cannot work with the other settings."""
+        finds_overflow = phase_optimizer.skip_nonfinite or self.precision.scaler is not None
+        if self.reduce_dtype == "fp16" and phase_optimizer.clip.value is not None and not finds_overflow:
+            raise UserError(
+                "max_grad_value would make finite gradients of those that overflow with reduce_dtype=fp16. Set "
+                "strategy.reduce_dtype=bf16, trainer.on_nonfinite=skip, or trainer.max_grad_norm instead."
+            )
+        if not self.error_feedback:
+            return
+        if self.device.type != "cpu":
+            raise UserError("error_feedback=true works on the CPU only; set strategy.error_feedback=false.")
+        if phase_optimizer.needs_closure:
+            raise UserError(
+                "LBFGS compares the exact gradients of several evaluations, to which error_feedback=true would add "
+                "errors of earlier ones. Set strategy.error_feedback=false."
+            )
+        narrow = next((p.dtype for p in phase_optimizer.parameters if p.requires_grad and p.itemsize < 4), None)
+        if narrow is not None:
+            raise UserError(
+                f"error_feedback=true does not work for gradients of {narrow}, which are sent as they are and cannot "
+                "hold the errors. Set strategy.error_feedback=false, or trainer.precision=bf16-mixed."
+            )
 
     def _new_timeline(self) -> Timeline:
         return Timeline(

@@ -60,6 +60,9 @@ class ShardTransport(Transport):
     """With sharded settings: called with a buffer's index once its flags are known and this rank's shards of it are
     summed; afterwards its shards of the weights are gathered before the reduction ends. The same on every rank."""
 
+    errors_of: Callable[[int], Tensor] | None = None
+    """With error feedback: returns what rounding has lost of a buffer's gradients on this rank, (gradients,)."""
+
     @abstractmethod
     def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
         """Start to sum the allocated tensor with index `bucket`; `where` names the operation in messages.
@@ -100,6 +103,17 @@ class ShardTransport(Transport):
         if buffer in self.copies_back:
             torch.cuda.current_stream().wait_event(self.copies_back[buffer])
 
+    def add_error(self, buffer: int, gradients: Tensor) -> Tensor | None:
+        """Add to a buffer what rounding has lost before, and return the memory of what it loses next, now zeros.
+
+        `None` without error feedback.
+        """
+        if self.errors_of is None:
+            return None
+        error = self.errors_of(buffer)
+        gradients[: len(error)].add_(error)
+        return error.zero_()
+
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `dtype` are sent; never a wider one."""
         chosen = self.settings.reduce_dtype
@@ -128,6 +142,16 @@ def open_server_groups(
         if group.rank() in members:
             return ServerGroups(list(members).index(group.rank()), len(members), messages, flags)
     return None
+
+
+def add_loss(error: Tensor | None, exact: Tensor, rounded: Tensor) -> None:
+    """Add to `error`, if any, what rounding has lost of the gradients in `exact`; flags may follow them.
+
+    Gradients that overflow, or are NaN, lose nothing: they would stay in the error for ever.
+    """
+    if error is not None:
+        lost = exact[: len(error)] - rounded[: len(error)]
+        error.add_(lost.nan_to_num_(0.0, 0.0, 0.0))
 
 
 def ordered_sum(shards: list[Tensor]) -> Tensor:
