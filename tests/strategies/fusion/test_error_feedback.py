@@ -43,13 +43,15 @@ class Hosts(FusionStrategy):
 
 
 class Errors(Recorder):
-    """Keeps the sum over ranks of the errors, before the first step and after the last one."""
+    """Keeps the sum over ranks of the errors: before the first step, in the checkpoint, and after the last step."""
 
     def on_fit_start(self, run):
         self.first = sum_of_errors(run.strategy)
 
     def on_step_end(self, run):
         self.last = sum_of_errors(run.strategy)
+        if run.state.step == STOP:
+            self.saved = self.last
 
 
 def sum_of_errors(strategy):
@@ -145,7 +147,7 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path):
 
 
 def saved_errors(run_dir):
-    return drifted(FusionStrategy(**FEEDBACK, transport="exchange"), run_dir, StopAt(STOP))[1].last
+    return drifted(FusionStrategy(**FEEDBACK, transport="exchange"), run_dir, StopAt(STOP))[1].saved
 
 
 def resumed_elsewhere(saved, run_dir):
