@@ -167,6 +167,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._reducers[phase_optimizer.phase] = self.reducer
         self._trains_all = own == {id(p) for _, p in named}
         if self.comm_hook is not None:
+            if self.comm_hook.name == "fp16":
+                self._check_overflow(phase_optimizer, "comm_hook")
             state = self._hook_states[phase_optimizer.phase] = self.comm_hook.state(comm.group)
             self.reducer.register_hook(state, self.comm_hook.hook)
             if isinstance(state, PeriodicAveraging):
@@ -193,6 +195,15 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step.append(self.timeline.record)
+
+    def _check_overflow(self, phase_optimizer: PhaseOptimizer, setting: str) -> None:
+        """Raise UserError if clipping would hide that a gradient has overflowed in fp16, as `setting` asks for."""
+        finds_overflow = phase_optimizer.skip_nonfinite or self.precision.scaler is not None
+        if phase_optimizer.clip.value is not None and not finds_overflow:
+            raise UserError(
+                f"max_grad_value would make finite gradients of those that overflow with {setting}=fp16. Set "
+                f"strategy.{setting}=bf16, trainer.on_nonfinite=skip, or trainer.max_grad_norm instead."
+            )
 
     def host(self) -> str:
         """Return the identity of this rank's machine; ranks that return the same share its memory."""

@@ -57,7 +57,7 @@ class GlooExchange(ShardTransport):
         self._queued: deque[ChunkTransfer] = deque()
         self._in_flight: list[ChunkTransfer] = []
         self._works: deque[TransferWork] = deque()
-        self.changed = threading.Event()
+        self.changed: threading.Event = threading.Event()
         self.arrivals, self.returns = MessageThread(self.changed), MessageThread(self.changed)
         self._num_chunks = self._num_weights = 0  # sent so far, the same on every rank
 

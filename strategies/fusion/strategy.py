@@ -230,12 +230,8 @@ class FusionStrategy(DDPStrategy):
 
     def _check_rounding(self, phase_optimizer: PhaseOptimizer) -> None:
         """Raise UserError if rounding to `reduce_dtype`, or its errors, cannot work with the other settings."""
-        finds_overflow = phase_optimizer.skip_nonfinite or self.precision.scaler is not None
-        if self.reduce_dtype == "fp16" and phase_optimizer.clip.value is not None and not finds_overflow:
-            raise UserError(
-                "max_grad_value would make finite gradients of those that overflow with reduce_dtype=fp16. Set "
-                "strategy.reduce_dtype=bf16, trainer.on_nonfinite=skip, or trainer.max_grad_norm instead."
-            )
+        if self.reduce_dtype == "fp16":
+            self._check_overflow(phase_optimizer, "reduce_dtype")
         if not self.error_feedback:
             return
         if self.device.type != "cpu":

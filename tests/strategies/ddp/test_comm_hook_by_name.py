@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.ddp.comm_hooks import PeriodicAveraging, PowerSGD, make_comm_hook
 
+from tests.tasks import regression_data
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.testing import run_ranks
 
@@ -136,3 +137,9 @@ def test_the_strategy_trains_with_each_hook_to_nearly_the_same_weights(tmp_path)
         assert distance < (1e-2 if name.startswith("ours, ") else 1e-3), name
         assert name in ("none", "theirs, mean") or distance > 0, f"{name} has changed nothing"
     assert (first["theirs, mean"] - plain).abs().max() < 1e-6
+
+
+def test_clipping_by_value_that_would_hide_an_overflow_in_fp16_is_refused(make_trainer: Any) -> None:
+    trainer = make_trainer(DDPStrategy(device="cpu", devices=1, comm_hook="fp16"), max_grad_value=1.0)
+    with pytest.raises(UserError, match=r"overflow with comm_hook=fp16\. Set strategy\.comm_hook=bf16"):
+        trainer.fit(Regression(), Data(train=regression_data(4), batch_size=2))
