@@ -196,7 +196,7 @@ def with_momentum_from_the_start(run_dir):
     task.configure_optimizers = lambda: OPTIMIZERS["sgd"](task)
     kept, seen = StateBytes(), StepWeights()
     strategy = FusionStrategy(device="cpu", shard_optimizer=True)
-    train(strategy, task, data, kept, seen, run_dir=run_dir / "fusion", on_nonfinite="skip")
+    train(strategy, task, data, kept, seen, run_dir=run_dir / "fusion", on_nonfinite="skip", steps=4)
     own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in task.parameters())
     alone = run_dir / f"single_{dist.get_rank()}"
     single = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=alone, on_nonfinite="skip")
