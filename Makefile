@@ -54,12 +54,10 @@ installed: $(READY) # a copy whose folders are where their import names say, whi
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-$(TRAIN_READY): pyproject.toml constraints.txt # what a recipe needs
+$(TRAIN_READY): EXTRAS := recipes # what a recipe needs
+$(READY): EXTRAS := dev # what the tests need besides
+$(TRAIN_READY) $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip 'setuptools>=77'
-	$(INSTALL) -e '.[recipes]'
-	touch $@
-
-$(READY): $(TRAIN_READY) # what the tests need besides
-	$(INSTALL) -e '.[dev]'
-	touch $@
+	$(INSTALL) -e '.[$(strip $(EXTRAS))]'
+	touch $(TRAIN_READY) $@
