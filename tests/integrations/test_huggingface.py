@@ -70,6 +70,7 @@ def fit(made, data, *, strategy, tmp_path, steps=3, precision="fp32"):
     return trainer.fit(made, data)
 
 
+@pytest.mark.slow
 def test_a_language_model_trains_from_its_configuration_on_a_dataset_of_the_datasets_package(tmp_path):
     data = Data(train=sentences(), validation=sentences(), batch_size=4, seed=0)
     result = fit(

@@ -180,6 +180,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, dict[
     return found
 
 
+@pytest.mark.slow
 def test_a_run_with_shards_of_matrices_goes_on_under_other_numbers_of_ranks(alone, tmp_path):
     for name in SHARDED:
         wide(SingleStrategy(device="cpu"), name, tmp_path, max_duration="1step", callbacks=[Save()])

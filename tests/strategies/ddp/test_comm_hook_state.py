@@ -153,6 +153,7 @@ def saved_in(folder: str) -> dict[str, Any]:
     return load_from(Path(folder), Collectives()).payload
 
 
+@pytest.mark.slow
 def test_on_another_number_of_ranks_the_sum_of_errors_and_the_mean_of_weights_are_kept(tmp_path):
     three = run_ranks(saved_on_three_ranks, 3, str(tmp_path))
     first, second = run_ranks(resumed_on_two_ranks, 2, str(tmp_path))

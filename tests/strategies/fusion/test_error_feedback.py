@@ -102,7 +102,7 @@ def weights_and_errors(run_dir, exact):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_that_was_applied_is_the_sum_of_gradients_but_for_the_last_errors(num_ranks, tmp_path):
     exact = exact_weights(tmp_path / "single")
     for found in run_ranks(weights_and_errors, num_ranks, tmp_path, exact):

@@ -115,6 +115,7 @@ def test_single_precision_agrees_as_far_as_it_goes(num_ranks):
     _assert_equal(num_ranks, cases, tolerance=SINGLE)
 
 
+@pytest.mark.slow
 def test_stages_with_copies_and_clipping_have_the_weights_of_one_process():
     cases = [
         _case(Mlp, replicas=2, clip=0.2),

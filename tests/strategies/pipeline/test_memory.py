@@ -80,6 +80,7 @@ def _predictions(cases):
     return [_predicted_and_allocated(*case) for case in cases]
 
 
+@pytest.mark.slow
 def test_the_predicted_memory_of_a_rank_is_what_a_step_takes():
     cases = list(itertools.product(("sgd", "adamw"), (32, 512), CASES.values()))
 

@@ -44,6 +44,7 @@ _SETTINGS = {
 _IGNORED = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
 
+@pytest.mark.slow
 @_IGNORED
 @settings(max_examples=25, **_SETTINGS)
 @given(random_task=_random_tasks())

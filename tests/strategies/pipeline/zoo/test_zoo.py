@@ -148,6 +148,7 @@ def test_one_task_of_each_kind_has_the_state_of_one_process_on_every_rank():
     assert _too_large(2, [(name, {"num_steps": 3}) for name in ONE_OF_EACH_KIND]) == {}
 
 
+@pytest.mark.slow
 def test_several_stages_of_a_rank_keep_their_own_attributes():
     names = [
         *("ReplacedLater", "SwappedBuffers", "CounterInTheMiddle", "HiddenTensor", "HookRegisteredOnce"),
