@@ -152,8 +152,7 @@ class WatchedWork:
             except RuntimeError as broken:
                 error = broken
             time.sleep(SLICE_SECONDS)  # a peer that is just failing gets the time to publish why
-            seconds = max(waited, self.timeout_seconds)  # of the backend, which has waited since the collective began
-            raise self.failure_store.broken(error, where=self.where, seconds=seconds) from None
+            raise self.failure_store.broken(error, where=self.where, seconds=self.timeout_seconds) from None
         if cause is not None:
             raise stopped(self.where, cause) from None
         if slices > 1:

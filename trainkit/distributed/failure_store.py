@@ -48,9 +48,9 @@ def stopped(where: str, cause: str) -> RankError:
 
 
 def timed_out(store: FailureStore, *, where: str, seconds: float) -> RankError:
-    """Return the error of a rank that waited too long in `where`; it names the position of each rank."""
+    """Return the error of a rank that waited longer than `seconds` in `where`; it names the position of each rank."""
     rank, positions = store.rank, store.who_waits()
-    return RankError(f"rank {rank} timed out after {seconds:.0f} s in {where}. Position of each rank:\n{positions}")
+    return RankError(f"rank {rank} timed out after {seconds:g} s in {where}. Position of each rank:\n{positions}")
 
 
 def is_lost(error: BaseException) -> bool:
@@ -101,10 +101,10 @@ class FailureStore:
             raise stopped(where, cause)
         self.note_waiting(where)
         if waited > timeout_seconds:
-            raise timed_out(self, where=where, seconds=waited)
+            raise timed_out(self, where=where, seconds=timeout_seconds)
 
     def broken(self, error: RuntimeError, *, where: str, seconds: float) -> RankError:
-        """Return the error of a rank whose collective in `where` ended after `seconds` with an error of the backend.
+        """Return the error of a rank whose collective in `where`, with a time-out of `seconds`, failed in the backend.
 
         It names the root cause, or who waits where, or the ranks that do not answer.
         """
