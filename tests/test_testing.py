@@ -39,12 +39,14 @@ def waiting(folder):
     time.sleep(600 if dist.get_rank() else 0)
 
 
-def test_ranks_that_do_not_end_in_time_are_killed(tmp_path):
+def test_ranks_that_do_not_end_in_time_show_where_they_are_and_are_killed(tmp_path, capfd):
     run_ranks(what_a_rank_sees, 2, 10)  # the server that forks ranks imports torch at its first
     start = time.monotonic()
     run_ranks(what_a_rank_sees, 2, 10)
     first, second = rank_outcomes(waiting, 2, str(tmp_path), timeout=10 * (time.monotonic() - start))
     assert first.failure is None and "had not ended" in second.failure
+    stacks = capfd.readouterr().err
+    assert stacks.count("Timeout (") == 1 and "in waiting" in stacks
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

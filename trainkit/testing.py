@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import inspect
 import os
@@ -27,11 +28,14 @@ from trainkit.parity.compare import assert_resume_exact, assert_strategies_equal
 __all__ = ["Outcome", "RankFailure", "assert_resume_exact", "assert_strategies_equal", "rank_outcomes", "run_ranks"]
 
 
+STACKS_AFTER = 0.9  # of the time limit
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or ran out of time; the message holds its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 600.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 500.0) -> list[Any]:
     """Return the value of `fn(*args)` on each of `num_ranks` gloo ranks, or raise the first failure.
 
     `fn` is a function at the top level of a module or of a test file. It runs in the caller's folder with one thread
@@ -41,7 +45,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
         fn: The function.
         num_ranks: Number of processes.
         args: Its arguments, which are pickled.
-        timeout: Seconds until the ranks are killed.
+        timeout: Seconds until the ranks are killed. Before, ranks that are still running write the stacks of their
+            threads to standard error.
 
     Raises:
         RankFailure: A rank raised, died or ran out of time.
@@ -55,7 +60,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
 
 
 def rank_outcomes(
-    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 600.0, patience: float = 20.0
+    fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 500.0, patience: float = 20.0
 ) -> list[Outcome]:
     """Return the outcome of each rank; after a first failure the others get `patience` seconds to end."""
     if not hasattr(fn, "__qualname__"):
@@ -94,6 +99,7 @@ class _Call:
 def _run_rank(call: _Call, rank: int, num_ranks: int, join: Callable[[], Store], limit: timedelta) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(STACKS_AFTER * limit.total_seconds())
     dist.init_process_group("gloo", store=join(), rank=rank, world_size=num_ranks, timeout=limit)
     dist.barrier()  # a rank that ended before all are connected would fail the others
     return call.run()

@@ -58,7 +58,7 @@ class GlooExchange(ShardTransport):
         self._in_flight: list[ChunkTransfer] = []
         self._works: deque[TransferWork] = deque()
         self.changed: threading.Event = threading.Event()
-        self.arrivals, self.returns = MessageThread(self.changed), MessageThread(self.changed)
+        self.arrivals, self.returns, self.known_flags = (MessageThread(self.changed) for _ in range(3))
         self._num_chunks = self._num_weights = 0  # sent so far, the same on every rank
 
     # ---- Memory
@@ -91,8 +91,8 @@ class GlooExchange(ShardTransport):
         self._queued.clear()
         self._in_flight.clear()
         self._works.clear()
-        self.arrivals.close()
-        self.returns.close()
+        for thread in (self.arrivals, self.returns, self.known_flags):
+            thread.close()
         self.copier.close()
 
     def own_ranges(self, buffer: int) -> list[tuple[int, int]]:
@@ -133,7 +133,8 @@ class GlooExchange(ShardTransport):
             self._num_chunks += len(transfers)
             if self.settings.sharded and self.flags[bucket].numel():
                 all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
-                flags = self.with_timeout(all_reduce, where)
+                assert all_reduce is not None
+                flags = self.with_timeout(self.known_flags.watch([all_reduce]), where)
         self._queued.extend(transfers)
         work = TransferWork(self, bucket, where, transfers, flags)
         self._works.append(work)
@@ -156,7 +157,6 @@ class GlooExchange(ShardTransport):
         """Advance every chunk and buffer as far as possible, without waiting."""
         self.changed.clear()
         self._advance_chunks()
-        self._advance_chunks()  # those that the completed ones have made room for
         for work in list(self._works):
             work.advance()
             if not work.is_summed:  # weights are sent in the order of buffers
@@ -164,23 +164,27 @@ class GlooExchange(ShardTransport):
         while self._works and self._works[0].is_done():
             self._works.popleft()
 
-    def wait_for_change(self) -> None:
+    def wait_for_change(self, where: str) -> None:
         """Wait until something has ended that `progress` found under way."""
-        if self._in_flight:
-            self._in_flight[0].wait_stage(_AnyMessage(self.changed))
-        elif self._works:
-            self._works[0].wait_stage()
+        copy = next((transfer.copy for transfer in self._in_flight if transfer.copy is not None), None)
+        if copy is not None:
+            copy.synchronize()
+        else:  # all else are messages
+            self.with_timeout(_AnyMessage(self.changed), where).wait()
 
-    def with_timeout(self, work: WaitableWork | None, where: str) -> WatchedWork:
+    def with_timeout(self, work: WaitableWork, where: str) -> WatchedWork:
         """Return the work as one whose `wait` raises if a rank fails or the timeout passes."""
-        assert work is not None
         return WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
 
     def _advance_chunks(self) -> None:
-        while self._queued and len(self._in_flight) < self.settings.max_in_flight:
-            self._in_flight.append(self._queued.popleft())
-            self._in_flight[-1].launch()
-        self._in_flight = [transfer for transfer in self._in_flight if not transfer.advance()]
+        """Advance the chunks in flight, and those that the complete ones make room for."""
+        while True:
+            while self._queued and len(self._in_flight) < self.settings.max_in_flight:
+                self._in_flight.append(self._queued.popleft())
+                self._in_flight[-1].launch()
+            self._in_flight = [transfer for transfer in self._in_flight if not transfer.advance()]
+            if not self._queued or len(self._in_flight) == self.settings.max_in_flight:
+                return
 
 
 class _AnyMessage:
@@ -215,7 +219,7 @@ class ChunkTransfer:
         self.sizes = equal_shards(len(chunk), exchange.world_size)
         self.is_sent = self.is_summed = self.is_complete = False
         self.sent = chunk
-        self._copy: Event = None  # to the host
+        self.copy: Event = None  # to the host
         self._returning: list[dist.Work] = []  # sends, and receives of sums
         self._work: WatchedWork | None = None  # of the stage
 
@@ -225,7 +229,7 @@ class ChunkTransfer:
         dtype = exchange.reduce_dtype_of(chunk.dtype)
         if chunk.device.type != "cpu" or dtype != chunk.dtype:
             self.sent = exchange.copier.empty(len(chunk), dtype)
-            self._copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
+            self.copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
             add_loss(self.error, chunk, self.sent)
         self._shards = self.sent.split(self.sizes)
         self.arrived = [torch.empty_like(self._shards[exchange.rank]) for _ in range(exchange.world_size - 1)]
@@ -238,8 +242,8 @@ class ChunkTransfer:
 
     def advance(self) -> bool:
         """Advance as far as possible without waiting; return True if the transfer is complete."""
-        if not self.is_sent and (self._copy is None or self._copy.query()):
-            self._copy, self.is_sent = None, True
+        if not self.is_sent and (self.copy is None or self.copy.query()):
+            self.copy, self.is_sent = None, True
             tag = tag_of(_TO_SERVER, self.number)
             self._returning += send_shards(self._shards, self.exchange.groups.messages, tag)
         if self.is_sent and not self.is_summed and self._has_ended():
@@ -273,13 +277,6 @@ class ChunkTransfer:
         self.is_summed, self.arrived = True, []
         self._work = exchange.with_timeout(exchange.returns.watch(self._returning), self.where)
 
-    def wait_stage(self, any_message: WaitableWork) -> None:
-        """Wait for the copy in progress, or for any message."""
-        if self._copy is not None:
-            self._copy.synchronize()
-        else:
-            self.exchange.with_timeout(any_message, self.where).wait()
-
 
 class GatherWork:
     """The exchange of the next weights of one buffer."""
@@ -289,7 +286,7 @@ class GatherWork:
         self.finished_at: float | None = None
 
     def is_done(self) -> bool:
-        return all(work.work.is_completed() for work in self.works)
+        return all(work.is_done() for work in self.works)
 
     def wait(self) -> None:
         for work in self.works:
@@ -317,16 +314,9 @@ class TransferWork(GatherWork):
         exchange = self.exchange
         exchange.progress()
         while not self.is_done():
-            exchange.wait_for_change()
+            exchange.wait_for_change(self.where)
             exchange.progress()
         exchange.order_current_stream(self.buffer)
-
-    def wait_stage(self) -> None:
-        """Wait for the collectives in progress."""
-        if self.flags is not None and not self.is_summed:
-            self.flags.wait()
-        else:
-            super().wait()
 
     def advance(self) -> None:
         """Advance as far as possible without waiting."""
@@ -340,7 +330,7 @@ class TransferWork(GatherWork):
         if not all(transfer.is_complete for transfer in self.transfers):
             return
         if self.flags is not None:
-            if not self.flags.work.is_completed():
+            if not self.flags.is_done():
                 return
             self.flags.wait()
         self.is_summed = True

@@ -17,7 +17,7 @@ from trainkit.strategies.ddp.transport import WatchedWork
 
 from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError
-from trainkit.testing import RankFailure, rank_outcomes, run_ranks
+from trainkit.testing import rank_outcomes, run_ranks
 
 HANG_SECONDS = 4.0
 LIMITS = {"timeout": 60.0, "patience": 60.0}  # below the reducers' own
@@ -112,26 +112,6 @@ def test_a_timeout_reports_the_position_of_each_rank(transport, tmp_path):
 @TRANSPORTS
 def test_a_slow_rank_is_waited_for(transport, tmp_path):
     assert [message for message, _ in run_ranks(fail_in_step_2, 2, transport, "slow", tmp_path)] == ["no error"] * 2
-
-
-def raise_on_rank_1() -> None:
-    if dist.get_rank() == 1:
-        raise ArithmeticError("of rank 1")
-    time.sleep(600)  # longer than a test may take
-
-
-def test_run_ranks_raises_the_first_failure_with_its_traceback():
-    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 failed.*raise_on_rank_1.*ArithmeticError: of rank 1"):
-        run_ranks(raise_on_rank_1, 2, timeout=600)
-
-
-def sleep_for_long() -> None:
-    time.sleep(600)  # longer than a test may take
-
-
-def test_run_ranks_ends_at_its_timeout():
-    with pytest.raises(RankFailure, match="had not ended"):
-        run_ranks(sleep_for_long, 2, timeout=1.5)
 
 
 def test_the_command_line_shows_a_failure_of_another_rank_without_a_traceback(monkeypatch, capsys):

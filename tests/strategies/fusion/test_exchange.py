@@ -1,0 +1,109 @@
+"""The exchange of chunks: whatever has ended is acted on at once, so that no rank waits for what another waits for."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from trainkit.strategies.fusion import exchange as exchange_module
+from trainkit.strategies.fusion.exchange import GlooExchange
+from trainkit.strategies.fusion.point_to_point import Messages
+from trainkit.strategies.fusion.transport import FusionSettings, ServerGroups
+
+NUM_CHUNKS = 7
+
+
+class Network:
+    """Messages without a network: all have ended at once, but for those that arrive while `is_cut`."""
+
+    def __init__(self):
+        self.is_cut = False
+
+    def watch(self, works):
+        messages = Messages(works)
+        if not self.is_cut:
+            messages.ended.set()
+        return messages
+
+    def close(self):
+        pass
+
+
+class AllReduce:
+    """A collective that ends when the test says so."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def is_completed(self):
+        return self.ended.is_set()
+
+    def wait(self, *timeout):
+        assert self.ended.wait(60)
+        return True
+
+
+class Silent:
+    """A failure store of ranks that do not fail."""
+
+    def root_cause(self):
+        return None
+
+    def note_waiting(self, where):
+        pass
+
+    def check(self, *, where, waited, timeout_seconds):
+        assert waited < timeout_seconds, f"waits in {where}"
+
+
+@pytest.fixture
+def network():
+    return Network()
+
+
+@pytest.fixture
+def all_reduce():
+    return AllReduce()
+
+
+@pytest.fixture
+def exchange(network, all_reduce, monkeypatch):
+    """An exchange of the first of two ranks, with a buffer of `NUM_CHUNKS` chunks and one of a single chunk."""
+    for name in ("send_shards", "receive_shards"):
+        monkeypatch.setattr(exchange_module, name, lambda shards, group, tag: [])
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **settings: all_reduce)
+    opened = GlooExchange(
+        ServerGroups(rank=0, world_size=2, messages=None, flags=None),
+        failure_store=Silent(),
+        device=torch.device("cpu"),
+        timeout_seconds=20.0,
+        settings=FusionSettings(chunk_bytes=8, max_in_flight=1, reduce_dtype=None, sharded=True),
+        num_gradients=partial(list, (2 * NUM_CHUNKS, 2)),
+    )
+    opened.allocate([(2 * NUM_CHUNKS + 1, torch.float32), (3, torch.float32)])  # a flag follows the gradients
+    opened.arrivals = opened.returns = network
+    yield opened
+    opened.close()
+
+
+def test_a_chunk_that_ends_makes_room_for_the_next_at_once(exchange, all_reduce):
+    all_reduce.ended.set()
+    first = exchange.start(0, where="the first buffer")
+    assert all(transfer.is_complete for transfer in first.transfers)
+
+
+def test_flags_that_become_known_while_chunks_of_the_next_buffer_are_under_way_are_acted_on(
+    exchange, network, all_reduce
+):
+    first = exchange.start(0, where="the first buffer")
+    network.is_cut = True  # the other rank sends its next chunk only after it has the weights of the first buffer
+    exchange.start(1, where="the second buffer")
+    network.is_cut = False
+    assert not first.is_done()
+    known = threading.Timer(0.2, all_reduce.ended.set)
+    known.start()
+    first.wait()
+    assert first.is_done()
