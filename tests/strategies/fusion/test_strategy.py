@@ -375,11 +375,7 @@ def test_a_chunk_announces_what_it_receives_before_it_sends():
 class BrokenFlags:
     """Flags of used parameters whose collective has ended because another rank has exited."""
 
-    @property
-    def work(self):
-        return self
-
-    def is_completed(self):
+    def is_done(self):
         return True
 
     def wait(self):
