@@ -139,6 +139,7 @@ def test_a_trained_task_is_exported_as_a_program_for_any_number_of_rows(tmp_path
         assert torch.equal(program(batch), task.eval().predict_step(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch's own
 def test_an_onnx_file_computes_the_predictions_for_any_number_of_rows(tmp_path, monkeypatch, capsys):
     pytest.importorskip("onnxscript")
@@ -215,6 +216,7 @@ def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_pef
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
 def test_a_checkpoint_of_adapters_alone_resumes_and_is_exported_with_the_pretrained_weights(
     tmp_path, monkeypatch, capsys

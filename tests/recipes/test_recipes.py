@@ -137,6 +137,7 @@ def read_before_and_after_the_import():
     return imports, same
 
 
+@pytest.mark.slow
 def test_tables_of_scikit_learn_are_read_without_its_import():
     pytest.importorskip("sklearn")
     ((imports, same),) = run_ranks(read_before_and_after_the_import, 1)

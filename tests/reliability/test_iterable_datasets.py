@@ -153,6 +153,7 @@ def go_on(folder: Path, name: str, until: str, resume: str) -> Any:
     return fit(strategy, folder / name, kind="shards", num_workers=2, until=until, resume=folder / resume)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_one_rank_on_two_and_then_on_three(tmp_path: Path) -> None:
     single = SingleStrategy(device="cpu")
     whole = fit(single, tmp_path / "whole", kind="shards")

@@ -246,6 +246,7 @@ def grown() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_micro_batches_of_shards_grow_as_far_as_memory_allows_on_every_rank_and_keep_their_size_in_a_resumed_run():
     first, second = run_ranks(grown, 2)
     assert first == second

@@ -372,6 +372,7 @@ def differences_by_optimizer(names: list[str], folder: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_elements_trains_shards_to_the_weights_of_one_device(tmp_path):
     names = [kind.__name__ for kind in ELEMENTWISE]
     for found in run_ranks(differences_by_optimizer, 2, names, str(tmp_path)):
@@ -396,6 +397,7 @@ def in_bf16(folder: str) -> None:
             assert_close(ours, theirs, rtol=2**-7, atol=4e-3)  # one bit of weights from 0.5 to 1
 
 
+@pytest.mark.slow
 def test_16_bits_are_trained_as_by_ddp(tmp_path):
     run_ranks(in_bf16, 2, str(tmp_path))
 

@@ -166,6 +166,7 @@ def weights_after_steps() -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_with_error_feedback_weights_are_nearer_to_those_of_fp32():
     for weights in run_ranks(weights_after_steps, 3):
         without, with_it = ((weights[name] - weights["none"]).norm() for name in ("bf16", "feedback"))

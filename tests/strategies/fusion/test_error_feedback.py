@@ -219,6 +219,7 @@ def overflowed(run_dir):
     return messages, weights
 
 
+@pytest.mark.slow
 def test_gradients_that_overflow_in_fp16_are_not_finite_and_leave_no_error(tmp_path):
     for messages, weights in run_ranks(overflowed, 2, tmp_path):
         assert len(messages) == 8 and all("long" in message for message in messages)

@@ -401,7 +401,7 @@ def differences_in_16_bits(transport, run_dir):
     return found
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "exchange"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("exchange", marks=pytest.mark.slow)])
 def test_gradients_in_16_bits_stay_close_and_ranks_stay_equal(transport, tmp_path):
     first, *others = run_ranks(differences_in_16_bits, 3, transport, tmp_path)
     for (shard, dtype), (difference, weights) in first.items():

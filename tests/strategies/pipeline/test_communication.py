@@ -77,6 +77,7 @@ def _weights(strategy_class, cases, settings):
 INTERLEAVED = {"stages": 2, "schedule": "interleaved_1f1b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [

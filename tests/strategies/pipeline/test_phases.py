@@ -94,6 +94,7 @@ def _in_two_stages(cases):
     return differences, stated, str(refused.value)
 
 
+@pytest.mark.slow
 def test_phases_in_two_stages_have_the_weights_of_one_process_and_state_where_their_parameters_are():
     cases = [
         (SmallGAN, {}),
