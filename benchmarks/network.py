@@ -2,7 +2,7 @@
 
     python benchmarks/network.py                                           2 and 4 hosts with 1 and 2 ranks each
     python benchmarks/network.py --hosts 2 --ranks 2 --rate 1000 --models gpt4 --contenders wire torch_ddp ddp
-    python benchmarks/network.py --hosts 2 --ranks 1 --contenders pipeline
+    python benchmarks/network.py --hosts 2 --ranks 1 --contenders pipeline "pipeline ahead"
     python benchmarks/network.py --hosts 4 --ranks 1 --rate 1000 --models waits --contenders alone torch_ddp ddp fusion
 
 Hosts are Linux namespaces (hosts.py), which need root. All contenders live in the same processes and take turns step by
@@ -15,8 +15,9 @@ without the headers of Ethernet, IP and TCP. Processor time (CPU s) is that of a
 share the cores of this machine; so layers of the model `waits` wait, as for a device that each host has to itself.
 
 `pipeline` has one stage on each host, and replicas of it on the ranks of the host, so that activations alone go between
-hosts. Its row has the idle share of the ranks beside that of the schedule with equal stages, and beside what the wire
-must take of a step: one micro-batch to the last stage and back, and what does not fit beside the computation.
+hosts; `pipeline ahead` has more micro-batches in flight. Their rows have the idle share of the ranks beside that of the
+schedule with equal stages, and beside what the wire must take of a step: one micro-batch to the last stage and back,
+and what does not fit beside the computation.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ from strategies import Runner
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.strategy import Strategy
 
-WIRE, PIPELINE, ALONE = "wire", "pipeline", "alone"
+WIRE, ALONE = "wire", "alone"
+PIPELINE, PIPELINE_AHEAD = "pipeline", "pipeline ahead"
 MICRO_BATCHES = 8  # of a step of the pipeline
 FORWARD_SECONDS = 0.025  # of a layer that waits; its backward takes twice as long
 CONTENDERS: dict[str, Callable[[], Strategy]] = {
@@ -67,6 +69,7 @@ CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True),
     "fsdp": lambda: FSDPStrategy(device="cpu"),
 }
+CHOICES = (WIRE, ALONE, PIPELINE, PIPELINE_AHEAD, *CONTENDERS)
 DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
 LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0, "waits": 10.0}
 WARM_UP = 2
@@ -145,11 +148,13 @@ class Wire:
 class Pipeline(Runner):
     """A pipeline with one stage on each host, which trains on the inputs of all ranks."""
 
-    def __init__(self, task: Model, everything: Tensor) -> None:
+    def __init__(self, task: Model, everything: Tensor, *, runs_ahead: bool) -> None:
         replicas = int(os.environ["LOCAL_WORLD_SIZE"])
+        stages = dist.get_world_size() // replicas
         self.pipeline = PipelineStrategy(
-            stages=dist.get_world_size() // replicas,
+            stages=stages,
             replicas=replicas,
+            max_in_flight=2 * stages - 1 if runs_ahead else None,
             placement="spread",
             device="cpu",
             verify="off",
@@ -199,8 +204,8 @@ def on_one_device(task: Model, inputs: Tensor) -> Runner:
 
 def on_ranks(name: str, task: Model, everything: Tensor, own: Tensor) -> Runner:
     """Return a contender with its copy of the task, ready to train on the inputs of all ranks. Collective."""
-    if name == PIPELINE:
-        return Pipeline(task, everything)
+    if name in (PIPELINE, PIPELINE_AHEAD):
+        return Pipeline(task, everything, runs_ahead=name == PIPELINE_AHEAD)
     runner = Runner(CONTENDERS[name](), task, num_samples=len(everything))
     runner.step_batch = StepBatch([MicroBatch([own], len(own))], len(everything), len(own), False)
     return runner
@@ -324,8 +329,8 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
     rows = found["contenders"]
     medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
     for name, row in rows.items():
-        if name == PIPELINE:
-            show_pipeline(row, hosts=hosts, megabits=megabits)
+        if name in (PIPELINE, PIPELINE_AHEAD):
+            show_pipeline(name, row, hosts=hosts, megabits=megabits)
             continue
         low, _, high = statistics.quantiles(row["seconds"], n=4)
         to_stock = f"{medians[name] / medians['torch_ddp']:.2f}" if "torch_ddp" in medians else ""
@@ -338,12 +343,12 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
         )
 
 
-def show_pipeline(row: dict[str, Any], *, hosts: int, megabits: float) -> None:
+def show_pipeline(name: str, row: dict[str, Any], *, hosts: int, megabits: float) -> None:
     """Print a pipeline's seconds a step, its idle share, and what the schedule and the wire must take of it."""
     seconds, message = statistics.median(row["seconds"]), 8 * row["message_bytes"] / 1e6 / megabits
     unhidden = 2 * (hosts - 1) * message + max(0.0, row["micro_batches"] * message - row["busy"])
     print(
-        f"  {PIPELINE:<16}{seconds:>9.3f} s a step, {max(row['bytes']) / 1e6:.2f} MB sent; idle {row['idle']:.1%}, "
+        f"  {name:<16}{seconds:>9.3f} s a step, {max(row['bytes']) / 1e6:.2f} MB sent; idle {row['idle']:.1%}, "
         f"formula {row['formula']:.1%}, the wire must take {unhidden / seconds:.1%}"
     )
 
@@ -355,7 +360,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200, help="Mbit/s of the link of a host, in each direction")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=["mlp5"], choices=list(LEARNING_RATES))
-    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=[WIRE, ALONE, PIPELINE, *CONTENDERS])
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT), choices=list(CHOICES))
     parser.add_argument("--json", action="store_true", help="print the figures instead of tables")
     parser.add_argument("--role", choices=("caller", "bridge", "host"), default="caller", help=argparse.SUPPRESS)
     options = parser.parse_args()

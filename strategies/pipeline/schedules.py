@@ -31,7 +31,8 @@ SYNONYMS = {"simple": "gpipe", "interleaved": "1f1b"}
 class Schedule:
     """A schedule for a number of ranks; only `interleaved_1f1b` has several stages per rank.
 
-    With `max_in_flight` no rank has more micro-batches between forward and backward, and ranks are idle for longer.
+    With `max_in_flight` no rank has more micro-batches between forward and backward: ranks are idle for longer, or with
+    `1f1b` and more of them than ranks wait less for messages.
     """
 
     name: str
@@ -105,7 +106,9 @@ def one_f_one_b(
 ) -> Iterator[Action]:
     """Yield each backward as early as possible; at most `num_ranks - rank` micro-batches are in flight.
 
-    With `max_in_flight` at most so many are, also on the first ranks.
+    With `max_in_flight` at most so many are, also on the first ranks. What it exceeds `num_ranks` by, up to twice as
+    many in all, are forwards that ranks run ahead, so that messages travel while both sides compute (Zhuang et al.,
+    2023, "On optimizing the communication of model parallelism").
 
     Three ranks, four micro-batches, a backward twice as long as a forward::
 
@@ -113,7 +116,9 @@ def one_f_one_b(
         rank 1  .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
         rank 2  .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
     """
-    warm_up = min(num_ranks - rank - 1, num_micro_batches, (max_in_flight or num_ranks) - 1)
+    limit, behind = max_in_flight or num_ranks, num_ranks - rank - 1
+    ahead = min(max(limit - num_ranks, 0), behind)
+    warm_up = min(behind + ahead, num_micro_batches, limit - 1)
     forwards = (Action(FORWARD, rank, index) for index in range(num_micro_batches))
     backwards = (Action(BACKWARD, rank, index) for index in range(num_micro_batches))
     yield from _one_forward_one_backward(forwards, backwards, warm_up=warm_up)
@@ -159,12 +164,16 @@ def idle_share(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def simulate(
-    actions: Sequence[Sequence[Action]], costs: Mapping[tuple[str, int], float], num_stages: int
+    actions: Sequence[Sequence[Action]],
+    costs: Mapping[tuple[str, int], float],
+    num_stages: int,
+    *,
+    message: float = 0.0,
 ) -> list[list[Span]]:
-    """Return every rank's actions with their times if each is as early as possible and messages take no time.
+    """Return every rank's actions with their times if each is as early as possible.
 
-    `actions` has one list for each rank; `costs` has the time of ("F" or "B", stage). Raises ValueError for a
-    schedule that deadlocks.
+    `actions` has one list for each rank; `costs` has the time of ("F" or "B", stage), and `message` is that of a
+    message between two stages. Raises ValueError for a schedule that deadlocks.
     """
     spans: list[list[Span]] = [[] for _ in actions]
     ends: dict[Action, float] = {}
@@ -177,7 +186,7 @@ def simulate(
                 needs = prerequisites(action, num_stages)
                 if any(need not in ends for need in needs):
                     break
-                ready = max((ends[need] for need in needs), default=0.0)
+                ready = max((ends[need] + message * (need.stage != action.stage) for need in needs), default=0.0)
                 start = max(ready, rank_spans[-1].end if rank_spans else 0.0)
                 ends[action] = start + costs[action.kind, action.stage]
                 rank_spans.append(Span(action, start, ends[action]))

@@ -76,7 +76,8 @@ class PipelineStrategy(MultiProcessStrategy):
             possible), `interleaved_1f1b` (`1f1b` with several stages per rank).
         stages_per_rank: Stages on each rank, for `interleaved_1f1b`.
         max_in_flight: Most micro-batches that a rank keeps between forward and backward, for less memory and more idle
-            time; by default as many as the schedule has.
+            time; by default as many as the schedule has. With `1f1b` and more of them than stages, up to twice as many,
+            ranks run ahead, and hide the time of messages between hosts.
         split_points: Names of the modules that begin the second and later stages; by default found from the cost of
             each module.
         shared_parameters: Placement of a parameter that several nodes of the step use, such as tied embeddings:

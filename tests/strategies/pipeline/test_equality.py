@@ -80,6 +80,7 @@ def test_weights_of_0_values_written_in_place_and_gradients_of_the_users_own_are
     cases += [_case(_Weightless, sizes=[4, 4], num_steps=2, name="weights of 0 that are added up")]
     cases += [_case(Mlp, split_points=["net.8"], name="a stage that begins with a write into what it was sent")]
     cases += [_case(Mlp, schedule=name, max_in_flight=1, name=f"{name}, one at a time") for name in ("1f1b", "gpipe")]
+    cases += [_case(Mlp, max_in_flight=3, name="one ahead")]
     cases += [_case(_Reversed, num_steps=3, split_points=["net.7"]), _case(_Reversed, num_steps=3, name="anywhere")]
     cases += [_case(Mlp, split_points=["net.2", "net.8", "net.14"], name="the same on one rank", **VIRTUAL)]
     _assert_equal(2, cases, tolerance=DOUBLE)

@@ -125,6 +125,23 @@ def test_no_rank_has_more_micro_batches_than_the_limit_for_more_idle_time(name, 
 
 
 @settings(deadline=None, max_examples=60)
+@given(num_ranks=st.integers(2, 6), micro_batches_a_rank=st.integers(2, 5), share=st.floats(0.05, 0.5))
+def test_with_more_micro_batches_than_ranks_in_flight_1f1b_hides_messages(num_ranks, micro_batches_a_rank, share):
+    num_micro_batches, seconds = num_ranks * micro_batches_a_rank, []
+    for limit in range(num_ranks, 2 * num_ranks):
+        schedule = Schedule("1f1b", num_ranks, max_in_flight=limit)
+        actions = [schedule.actions(rank, num_micro_batches) for rank in range(num_ranks)]
+        spans = simulate(actions, _costs(num_ranks), num_ranks, message=share)
+        _assert_happens_before(spans, num_ranks)
+        seconds.append(spans[0][-1].end)
+
+    computed = 3 * (num_micro_batches + num_ranks - 1)  # a backward takes twice as long as a forward of 1
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] - computed >= share * num_micro_batches - 1e-9
+    assert seconds[-1] - computed == pytest.approx(2 * share * (num_ranks - 1))  # there and back once
+
+
+@settings(deadline=None, max_examples=60)
 @given(stages_per_rank=st.integers(2, 4), **sizes)
 def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(num_ranks, num_micro_batches, stages_per_rank):
     for rank, actions in enumerate(
