@@ -29,6 +29,7 @@ from .point_to_point import MessageThread, receive_shards, send_shards
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, add_loss, ordered_sum
 
 _TO_SERVER, _SUM, _WEIGHTS = range(3)  # kinds of messages
+_OF_TWO, _OF_SEVERAL = 16, 4  # chunks in flight by default; those of several senders meet at the receiver's link
 _NUM_TAGS = 2**20  # of a kind; far more than are under way at once
 
 
@@ -49,6 +50,7 @@ class GlooExchange(ShardTransport):
     ) -> None:
         self.groups, self.failure_store, self.device = groups, failure_store, device
         self.timeout_seconds, self.settings, self.num_gradients = timeout_seconds, settings, num_gradients
+        self.max_in_flight = settings.max_in_flight or (_OF_TWO if groups.world_size <= 2 else _OF_SEVERAL)
         self.copier, self.rank, self.world_size = open_host_copier(device), groups.rank, groups.world_size
         self.flats: list[Tensor] = []
         self.flags: list[Tensor] = []
@@ -179,11 +181,11 @@ class GlooExchange(ShardTransport):
     def _advance_chunks(self) -> None:
         """Advance the chunks in flight, and those that the complete ones make room for."""
         while True:
-            while self._queued and len(self._in_flight) < self.settings.max_in_flight:
+            while self._queued and len(self._in_flight) < self.max_in_flight:
                 self._in_flight.append(self._queued.popleft())
                 self._in_flight[-1].launch()
             self._in_flight = [transfer for transfer in self._in_flight if not transfer.advance()]
-            if not self._queued or len(self._in_flight) == self.settings.max_in_flight:
+            if not self._queued or len(self._in_flight) == self.max_in_flight:
                 return
 
 

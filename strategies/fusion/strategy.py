@@ -63,8 +63,8 @@ class FusionStrategy(DDPStrategy):
     Args:
         buffer_mb: Size of a buffer in MiB, sent through gloo in chunks of at most half a MiB; `None`: 4, and between
             hosts a sixteenth of the gradients, from 1 to 4.
-        max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
-            are summed in place, and this has no effect.
+        max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy; `None`: 16 between
+            two servers, 4 between several. Inside a host buffers are summed in place, and this has no effect.
         reduce_dtype: Dtype in which gradients are sent: their own (`None`), `bf16` or `fp16`, summed in fp32. What
             overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
         error_feedback: With `reduce_dtype`: each rank keeps what its rounding loses, of the gradients that it sends and
@@ -91,7 +91,7 @@ class FusionStrategy(DDPStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         buffer_mb: float | None = None,
-        max_in_flight: int = 4,
+        max_in_flight: int | None = None,
         reduce_dtype: Literal["bf16", "fp16"] | None = None,
         error_feedback: bool = False,
         transport: Literal["auto", "shared_memory", "exchange"] = "auto",
@@ -135,8 +135,10 @@ class FusionStrategy(DDPStrategy):
         for name, value, valid in (("transport", transport, _TRANSPORTS), ("servers", servers, ("rank", "host"))):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
-        if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
-            raise UserError(f"max_in_flight must be a whole number of chunks, at least 1, got {max_in_flight!r}.")
+        if max_in_flight is not None and (type(max_in_flight) is not int or max_in_flight < 1):
+            raise UserError(
+                f"max_in_flight must be a whole number of chunks, at least 1, or null, got {max_in_flight!r}."
+            )
         switches = {"communication_thread": communication_thread, "optimizer_in_backward": optimizer_in_backward}
         for name, choice in switches.items():
             if choice not in ("auto", True, False):

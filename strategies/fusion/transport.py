@@ -23,8 +23,8 @@ class FusionSettings:
 
     chunk_bytes: int
     """Largest piece of a buffer that is sent at once."""
-    max_in_flight: int
-    """Chunks of an exchange that are in flight at once; bounds the memory of their copies."""
+    max_in_flight: int | None
+    """Chunks of an exchange that are in flight at once; bounds the memory of their copies. `None`: what is quickest."""
     reduce_dtype: torch.dtype | None
     """Dtype in which gradients are sent; sums are made in at least float32. `None`: the gradients' own dtype."""
     sharded: bool

@@ -296,13 +296,13 @@ class EmptyStore:
         pass
 
 
-def chunks_in_flight():
-    """Return the most chunks of a buffer of ten in flight at once while the other rank is late."""
-    exchange = open_exchange(FusionSettings(chunk_bytes=400, max_in_flight=2, reduce_dtype=None, sharded=False))
-    (flat,) = exchange.allocate([(1000, torch.float32)])
-    flat.copy_(torch.arange(1000.0) + dist.get_rank())
+def chunks_in_flight(limit):
+    """Return the most chunks of a buffer of twenty in flight at once while the last rank is late."""
+    exchange = open_exchange(FusionSettings(chunk_bytes=400, max_in_flight=limit, reduce_dtype=None, sharded=False))
+    (flat,) = exchange.allocate([(2000, torch.float32)])
+    flat.copy_(torch.arange(2000.0))
     store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         store.wait(["chunks were counted"])
     reduction = exchange.start(0, where="the test")
     most = []
@@ -312,7 +312,7 @@ def chunks_in_flight():
         store.set("chunks were counted", "")
         time.sleep(0.001)
     reduction.wait()
-    assert torch.equal(flat, 2 * torch.arange(1000.0) + 1)
+    assert torch.equal(flat, dist.get_world_size() * torch.arange(2000.0))
     return max(most)
 
 
@@ -331,8 +331,9 @@ def open_exchange(settings):
     )
 
 
-def test_no_more_chunks_are_in_flight_than_max_in_flight():
-    assert max(run_ranks(chunks_in_flight, 2)) == 2
+@pytest.mark.parametrize(("num_ranks", "limit", "expected"), [(2, 2, 2), (2, None, 16), (3, None, 4)])
+def test_no_more_chunks_are_in_flight_than_max_in_flight(num_ranks, limit, expected):
+    assert max(run_ranks(chunks_in_flight, num_ranks, limit)) == expected
 
 
 def calls_of_each_chunk():
