@@ -189,11 +189,11 @@ def warnings_of(folder: str, saved: str, resumed: str) -> list[str]:
     ("saved", "resumed", "expected"),
     [
         ("unsaved", "unsaved", ["do not hold the state of the communication hook: Unsaved has no state_dict"] * 2),
-        ("power_sgd", "bf16", ["of comm_hook=power_sgd on 2 ranks, and this run has comm_hook=bf16 on 2: that state"]),
+        ("power_sgd", "bf16", ["of power_sgd on 2 ranks, and this run has that of bf16 on 2: that state"]),
         (
             "local_sgd",
             "none",
-            ["and this run has comm_hook=none on 2: it continues from the mean of weights, with the"],
+            ["and this run has that of none on 2: it continues from the mean of weights, with the"],
         ),
     ],
 )
