@@ -228,9 +228,13 @@ class Strategy:
             phase_optimizer.clip_by_norm(norm)
         elif phase_optimizer.clip.value is not None:
             phase_optimizer.clip_by_value()
-        phase_optimizer.update(norm=norm)
+        self._update(phase_optimizer, norm)
         phase_optimizer.zero_grad()
         return norm
+
+    def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
+        """Update the parameters from the clipped gradients, whose global norm is `norm` if it was needed."""
+        phase_optimizer.update(norm=norm)
 
     def _synced(self) -> AbstractContextManager[Any]:
         """Return the context of a step's last backward: at its end gradients are summed over ranks. Collective."""

@@ -383,7 +383,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             hook.load_from_ranks([in_memory(each["hooks"][phase]) for each in states])
         if self.comm.is_main and ("weights" in states[0] or not is_merged):
             logger.warning(
-                "the checkpoint holds the communication state of %s on %d ranks, and this run has that of %s on %d: %s.",
+                "the checkpoint holds communication state of %s on %d ranks, and this run has that of %s on %d: %s.",
                 saved["comm_hook"],
                 len(states),
                 name,

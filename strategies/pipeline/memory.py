@@ -16,6 +16,7 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import named_state
 
 from .graph import TracedGraph, num_bytes, tensors
+from .optimizer_shards import owners_of
 from .partition import Partition
 from .runtime import AHEAD
 from .schedules import BACKWARD, FORWARD, Action, Schedule
@@ -53,10 +54,18 @@ class TrainingMemory:
     num_micro_batches: int
     keeps_gradients: bool
     """True if gradients stay in memory between steps: those in the buckets of replicas."""
+    optimizer_shards: int = 1
+    """Number of replicas over which the optimizers' state is divided."""
 
     @classmethod
     def of(
-        cls, task: nn.Module, optimizers: Mapping[str, PhaseOptimizer], *, num_micro_batches: int, replicas: int
+        cls,
+        task: nn.Module,
+        optimizers: Mapping[str, PhaseOptimizer],
+        *,
+        num_micro_batches: int,
+        replicas: int,
+        shard_optimizer: bool,
     ) -> TrainingMemory:
         """Return the memory of a task whose steps are those of `optimizers`, by step key."""
         names = {id(parameter): name for name, parameter in task.named_parameters()}
@@ -68,12 +77,12 @@ class TrainingMemory:
             sizes = state_bytes(phase_optimizer.optimizer)
             for parameter in trained:
                 states[names[id(parameter)]] += sizes[parameter]
-        return cls(gradients, dict(states), num_micro_batches, replicas > 1)
+        return cls(gradients, dict(states), num_micro_batches, replicas > 1, replicas if shard_optimizer else 1)
 
     def of_parameters(self, names: Iterable[str]) -> dict[str, int]:
         """Return the bytes of gradient and optimizer state of each parameter."""
         largest = {name: max((step.get(name, 0) for step in self.gradients.values()), default=0) for name in names}
-        return {name: size + self.optimizer.get(name, 0) for name, size in largest.items()}
+        return {name: size + self.optimizer.get(name, 0) // self.optimizer_shards for name, size in largest.items()}
 
 
 def state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:
@@ -150,16 +159,21 @@ def rank_memories(
         others = sum(own) if training.keeps_gradients else 0  # gradients of other phases
         most = max(peak.bytes + max(others - size, 0) for peak, size in zip(peaks, own, strict=True))
         parameters = sum(num_bytes(tensor) for name, tensor in named.items() if held(name))
-        optimizer = sum(size for name, size in training.optimizer.items() if name in placement.used and held(name))
+        owners = owners_of(
+            {name: named[name].numel() for name in training.optimizer if held(name)}, training.optimizer_shards
+        )
+        shards = [0] * training.optimizer_shards
+        for name, owner in owners.items():
+            shards[owner] += training.optimizer[name] if name in placement.used else 0
         found.append(
             RankMemory(
                 rank,
                 parameters=parameters,
                 gradients=max([others, *own]),
-                optimizer=optimizer,
+                optimizer=max(shards),
                 activations=max(peak.activations for peak in peaks),
                 in_flight=max(peak.in_flight for peak in peaks),
-                peak=parameters + optimizer + most,
+                peak=parameters + max(shards) + most,
             )
         )
     return found

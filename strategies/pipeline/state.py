@@ -15,6 +15,7 @@ from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, in_memo
 from trainkit.strategy import named_state
 
 from .attributes import Table, pickled, place_of, unpickled
+from .optimizer_shards import OptimizerShards
 from .stage import Placement, has_meta, keep_local_parameters, materialize
 
 EXTRA_STATE = "_extra_state"
@@ -30,6 +31,7 @@ class PipelineState:
         self._placement: Placement | None = None
         self._group: dist.ProcessGroup | None = None
         self._stage = 0
+        self._optimizer_shards: OptimizerShards | None = None
         # Before the first step, as a step may make two buffers one.
         self._names: dict[str, str] = {}  # the first name of each key of the state dict
         self._registered: set[str] = set()  # the parameters and buffers
@@ -45,12 +47,14 @@ class PipelineState:
         *,
         group: dist.ProcessGroup,
         device: torch.device,
+        optimizer_shards: OptimizerShards | None,
     ) -> None:
         """Keep the local part of the task and its optimizers on the device, and drop the rest. Collective.
 
         Parameters on the meta device are created here.
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
+        self._optimizer_shards = optimizer_shards
         self._names, self._registered = _canonical_names(task), set(named_state(task))
         if has_meta(task):
             seed = torch.tensor([torch.initial_seed() % 2**62])
@@ -69,6 +73,10 @@ class PipelineState:
     def _is_held(self, name: str) -> bool:
         assert self._placement is not None
         return self._placement.is_held(name, self._stage)
+
+    def _is_updated(self, name: str) -> bool:
+        """Return True if this rank keeps the parameter's optimizer state."""
+        return self._is_held(name) and (self._optimizer_shards is None or self._optimizer_shards.owns(name))
 
     # ---- The task
 
@@ -183,9 +191,16 @@ class PipelineState:
     # ---- The optimizer
 
     def gather_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict, complete in stage 0. Collective over stages."""
+        """Return the optimizer's state dict, complete in stage 0 of the first replica.
+
+        Collective over the stages of the first replica, and with `optimizer_shards` over all ranks.
+        """
         assert self._group is not None
         state: dict[str, Any] = optimizer.state_dict()
+        if (divided := self._optimizer_shards) is not None:
+            state["state"] = divided.gather(state["state"])
+            if divided.mesh.replica:
+                return state
         parts: list[Any] = [None] * self._group.size()
         dist.gather_object(state["state"], parts if self._stage == 0 else None, group=self._group, group_dst=0)
         if self._stage == 0:
@@ -200,7 +215,7 @@ class PipelineState:
         states = saved["state"]
         if self._placement is not None:
             names = _parameter_names(task, optimizer)
-            states = {index: state for index, state in states.items() if self._is_held(names[index])}
+            states = {index: state for index, state in states.items() if self._is_updated(names[index])}
         saved = in_memory({**saved, "state": states})
         # The kernels are those of this run, not those that were saved.
         groups = [
@@ -210,11 +225,11 @@ class PipelineState:
         optimizer.load_state_dict({**saved, "param_groups": groups})
 
     def _keep_own_optimizer_state(self, optimizer: Optimizer, task: nn.Module, device: torch.device) -> None:
-        """Drop the state of parameters of other stages, and move the rest to `device`."""
+        """Drop the state of parameters that other ranks update, and move the rest to `device`."""
         for name, parameter in task.named_parameters():
             if parameter not in optimizer.state:
                 continue
-            if not self._is_held(name):
+            if not self._is_updated(name):
                 del optimizer.state[parameter]
                 continue
             state = optimizer.state[parameter]
@@ -229,13 +244,14 @@ class PipelineState:
     ) -> ShardedState | None:
         """Return the state with placeholders, and the shards of this stage; `None` while every stage has the whole.
 
-        Collective. `writes` is true in one replica.
+        Collective. `writes` is true in one replica. `all_gather` returns the values of all ranks, first those of the
+        stages of this rank's replica.
         """
         if (placement := self._placement) is None:
             return None
         shards: dict[str, TensorShard] = {}
 
-        def placeholder(place: str, value: Any, owner: str) -> Any:
+        def placeholder(place: str, value: Any, owner: str, *, writes: bool) -> Any:
             if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
                 return value  # a count of steps
             if writes and placement.counted(owner, self._stage):
@@ -245,9 +261,10 @@ class PipelineState:
         optimizer_states = []
         for number, optimizer in enumerate(optimizers):
             names, whole = _parameter_names(task, optimizer), optimizer.state_dict()
+            divided = self._optimizer_shards is not None
             own = {
                 index: {
-                    key: placeholder(f"optimizer_{number}.{index}.{key}", value, names[index])
+                    key: placeholder(f"optimizer_{number}.{index}.{key}", value, names[index], writes=writes or divided)
                     for key, value in state.items()
                 }
                 for index, state in whole["state"].items()
@@ -258,7 +275,7 @@ class PipelineState:
         of_stages = all_gather(extra)
         task_state.update({key: of_stages[self._source_of_extra_state(key)][key] for key in extra})
         for key, name in self._names.items():
-            task_state[key] = placeholder(f"task.{name}", task_state[key], name)
+            task_state[key] = placeholder(f"task.{name}", task_state[key], name, writes=writes)
         return ShardedState(task_state, optimizer_states, list(shards.values()))
 
 

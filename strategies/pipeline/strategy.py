@@ -38,6 +38,7 @@ from .gradients import StageGradients
 from .graph import Step
 from .memory import TrainingMemory
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
+from .optimizer_shards import OptimizerShards, check_divisible
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
@@ -90,6 +91,8 @@ class PipelineStrategy(MultiProcessStrategy):
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Give all replicas the buffers (batch-norm statistics) of the first one after every step.
+        shard_optimizer: Divide the optimizer of a stage over its replicas: each keeps the state of some parameters, and
+            updates these for all.
         verify: Number of steps at the beginning of a run that are compared with the same steps in one process, which
             the first stage runs before: `auto` (one, if the whole task takes a small share of its memory), `off`, or
             a number. A difference ends the run with the name of the first call that differs.
@@ -122,6 +125,7 @@ class PipelineStrategy(MultiProcessStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         broadcast_buffers: bool = True,
+        shard_optimizer: bool = False,
         verify: int | Literal["auto", "off"] = "auto",
         record_timeline: bool = False,
         timeout_seconds: float = 1800.0,
@@ -137,6 +141,13 @@ class PipelineStrategy(MultiProcessStrategy):
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
+        if not isinstance(shard_optimizer, bool):
+            raise UserError(f"shard_optimizer must be true or false, got {shard_optimizer!r}.")
+        if shard_optimizer and replicas == 1:
+            raise UserError(
+                "shard_optimizer=true divides the optimizer of a stage over its replicas, and there is one. Type "
+                "strategy.replicas=2, or strategy.shard_optimizer=false."
+            )
         if verify not in ("auto", "off") and (not isinstance(verify, int) or verify < 0):
             raise UserError(f"verify must be auto, off or a number of steps, got {verify!r}.")
         name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS]))
@@ -156,6 +167,8 @@ class PipelineStrategy(MultiProcessStrategy):
         self.plan_report: PlanReport | None = None
         """The stages, once the task is partitioned."""
         self.verify = verify
+        self.shard_optimizer = shard_optimizer
+        self._optimizer_shards: OptimizerShards | None = None
         self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
@@ -193,6 +206,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self.staged_model.clear()
         self.state = PipelineState()
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
+        self._optimizer_shards = None
 
     def place_ranks(self, task: TaskModule, source: StageData) -> bool:
         """Place ranks on hosts so that a step sends fewer bytes between them; return True if ranks have moved.
@@ -266,6 +280,8 @@ class PipelineStrategy(MultiProcessStrategy):
                 f"phase '{phase_optimizer.phase}'. Define {step_name}(self, batch), which returns the loss, or type "
                 "strategy=ddp."
             )
+        if self.shard_optimizer:
+            check_divisible(phase_optimizer.optimizer)
         phase_optimizer.max_over_ranks = self.mesh.max_over_stages
         self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
 
@@ -350,7 +366,22 @@ class PipelineStrategy(MultiProcessStrategy):
         if any(self._phase_optimizers):  # phases; otherwise frozen parameters must stay frozen
             self.end_phases()
         optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
-        self.state.keep_local(task, optimizers, placement, group=mesh.stage_group, device=device)
+        if self.shard_optimizer and optimizers:
+            trained = {id(one) for phase in self._phase_optimizers.values() for one in phase.parameters}
+            held = {
+                name: parameter
+                for name, parameter in task.named_parameters()
+                if id(parameter) in trained and placement.is_held(name, mesh.stage)
+            }
+            self._optimizer_shards = OptimizerShards(held, mesh)
+        self.state.keep_local(
+            task,
+            optimizers,
+            placement,
+            group=mesh.stage_group,
+            device=device,
+            optimizer_shards=self._optimizer_shards,
+        )
         mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(task, steps, training, mesh)
         if self.comm.is_main and self._phase_optimizers and self.log_dir is not None:
@@ -365,8 +396,13 @@ class PipelineStrategy(MultiProcessStrategy):
             step_key(phase, phase_optimizer.step_name): phase_optimizer
             for phase, phase_optimizer in self._phase_optimizers.items()
         }
-        replicas = self.mesh.replicas
-        return TrainingMemory.of(task, optimizers, num_micro_batches=num_micro_batches, replicas=replicas)
+        return TrainingMemory.of(
+            task,
+            optimizers,
+            num_micro_batches=num_micro_batches,
+            replicas=self.mesh.replicas,
+            shard_optimizer=self.shard_optimizer,
+        )
 
     # ---- Phases
 
@@ -468,6 +504,12 @@ class PipelineStrategy(MultiProcessStrategy):
         verification.run_in_one_process(run, self.state, self._gradients[self._phase])
         return verification
 
+    def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
+        if self._optimizer_shards is None:
+            super()._update(phase_optimizer, norm)
+        else:
+            self._optimizer_shards.update(phase_optimizer, norm=norm)
+
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
         return self._gradients[phase_optimizer.phase].norm(self.mesh, self.device)
@@ -545,7 +587,7 @@ class PipelineStrategy(MultiProcessStrategy):
         return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
-        if self.staged_model.placement is None or self.comm.rank != 0:
+        if self.staged_model.placement is None or (self.comm.rank != 0 and self._optimizer_shards is None):
             return super().optimizer_state_dict(task, phase_optimizer)
         return self.state.gather_optimizer(phase_optimizer.optimizer)
 
@@ -558,8 +600,8 @@ class PipelineStrategy(MultiProcessStrategy):
         optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
 
         def all_gather(value: Any) -> list[Any]:
-            of_ranks = self.comm.all_gather_object(value)
-            return [of_ranks[rank] for rank in self.mesh.grid[self.mesh.replica]]
+            of_ranks, own = self.comm.all_gather_object(value), self.mesh.grid[self.mesh.replica]
+            return [of_ranks[rank] for rank in dict.fromkeys([*own, *range(len(of_ranks))])]
 
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=all_gather)
 

@@ -1,0 +1,81 @@
+"""The optimizer of a stage, divided over the stage's replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.distributed.collectives import broadcast
+from trainkit.errors import UserError
+from trainkit.optim.chained_optimizer import members
+from trainkit.optim.optimizer import PhaseOptimizer
+
+from .mesh import PipelineMesh
+
+
+class OptimizerShards:
+    """Lets each replica of a stage keep the state of some parameters, update these, and send them to the others.
+
+        replica 0   all gradients | update w0 w1 | send w0 w1 | receive w2 w3
+        replica 1   all gradients | update w2 w3 | receive w0 w1 | send w2 w3
+
+    The first stage of ZeRO (Rajbhandari et al., 2020), for whole parameters: weights are those of an optimizer that is
+    not divided, to the bit.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: PipelineMesh) -> None:
+        """Divide the named parameters of this rank's stage, the same on each of its replicas."""
+        self.mesh = mesh
+        self._owners = owners_of({name: one.numel() for name, one in parameters.items()}, mesh.replicas)
+        self._owner_of = {id(one): self._owners[name] for name, one in parameters.items()}
+
+    def owns(self, name: str) -> bool:
+        """Return True if this replica updates the parameter."""
+        return self._owners.get(name) == self.mesh.replica
+
+    def update(self, phase_optimizer: PhaseOptimizer, *, norm: Tensor | None) -> None:
+        """Step the optimizer for this replica's parameters, and exchange them. Collective over replicas."""
+        owned: list[list[nn.Parameter]] = [[] for _ in range(self.mesh.replicas)]
+        for parameter in phase_optimizer.parameters:
+            owner = self._owner_of.get(id(parameter))
+            if owner is None:
+                continue  # of another stage
+            owned[owner].append(parameter)
+            if owner != self.mesh.replica:
+                parameter.grad = None
+        phase_optimizer.update(norm=norm)
+        for replica, parameters in enumerate(owned):
+            broadcast(parameters, self.mesh.replica_group, source=self._group_rank(replica))
+
+    def gather(self, state: dict[int, Any]) -> dict[int, Any]:
+        """Return the state of all replicas by parameter on the first one, and the own on others. Collective."""
+        group, first = self.mesh.replica_group, self._group_rank(0)
+        parts: list[Any] | None = [None] * self.mesh.replicas if self.mesh.replica == 0 else None
+        dist.gather_object(state, parts, group=group, group_dst=first)
+        return state if parts is None else {index: one for part in parts for index, one in part.items()}
+
+    def _group_rank(self, replica: int) -> int:
+        return dist.get_group_rank(self.mesh.replica_group, self.mesh.grid[replica][self.mesh.stage])
+
+
+def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """Return the replica of each name: the largest come first, to the replica that has least."""
+    owners, filled = {}, [0] * replicas
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owners[name] = filled.index(min(filled))
+        filled[owners[name]] += size
+    return owners
+
+
+def check_divisible(optimizer: Optimizer) -> None:
+    """Raise UserError for an optimizer whose update of a parameter may depend on other parameters."""
+    refused = next((one for one in members(optimizer) if not type(one).__module__.startswith("torch.optim.")), None)
+    if refused is not None:
+        raise UserError(
+            f"shard_optimizer=true gives each replica some of the parameters, and {type(refused).__name__} may need "
+            "those of others; use an optimizer of torch.optim, or set strategy.shard_optimizer=false."
+        )
