@@ -119,6 +119,7 @@ def _of_cases():
     return {name: _divided_and_whole(*case) for name, case in CASES.items()}
 
 
+@pytest.mark.slow
 def test_a_divided_optimizer_trains_and_resumes_to_the_weights_of_a_whole_one_and_each_replica_keeps_a_part_of_it():
     ranks = run_ranks(_of_cases, 4)
     for name, (model, clip, _) in CASES.items():
@@ -163,6 +164,7 @@ def _saved_and_resumed(run_dir):
     return whole, found
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_divided_optimizer_are_whole_in_shards_and_in_one_file(tmp_path):
     whole, found = run_ranks(_saved_and_resumed, 4, tmp_path)[0]
     for weights in found:
