@@ -29,7 +29,7 @@ from .point_to_point import MessageThread, receive_shards, send_shards
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, add_loss, ordered_sum
 
 _TO_SERVER, _SUM, _WEIGHTS = range(3)  # kinds of messages
-_OF_TWO, _OF_SEVERAL = 16, 4  # chunks in flight by default; those of several senders meet at the receiver's link
+_IN_FLIGHT_OF_TWO, _IN_FLIGHT_OF_MORE = 16, 4  # chunks by default; those of several senders meet at one link
 _NUM_TAGS = 2**20  # of a kind; far more than are under way at once
 
 
@@ -50,7 +50,9 @@ class GlooExchange(ShardTransport):
     ) -> None:
         self.groups, self.failure_store, self.device = groups, failure_store, device
         self.timeout_seconds, self.settings, self.num_gradients = timeout_seconds, settings, num_gradients
-        self.max_in_flight = settings.max_in_flight or (_OF_TWO if groups.world_size <= 2 else _OF_SEVERAL)
+        self.max_in_flight = settings.max_in_flight or (
+            _IN_FLIGHT_OF_TWO if groups.world_size <= 2 else _IN_FLIGHT_OF_MORE
+        )
         self.copier, self.rank, self.world_size = open_host_copier(device), groups.rank, groups.world_size
         self.flats: list[Tensor] = []
         self.flags: list[Tensor] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 
 from .mesh import PipelineMesh
+
+T = TypeVar("T")
 
 
 class OptimizerShards:
@@ -51,12 +53,11 @@ class OptimizerShards:
         for replica, parameters in enumerate(owned):
             broadcast(parameters, self.mesh.replica_group, source=self._group_rank(replica))
 
-    def gather(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Return the state of all replicas by parameter on the first one, and the own on others. Collective."""
-        group, first = self.mesh.replica_group, self._group_rank(0)
+    def gather(self, state: T) -> list[T]:
+        """Return the state of every replica on the first one, and the own state on others. Collective over replicas."""
         parts: list[Any] | None = [None] * self.mesh.replicas if self.mesh.replica == 0 else None
-        dist.gather_object(state, parts, group=group, group_dst=first)
-        return state if parts is None else {index: one for part in parts for index, one in part.items()}
+        dist.gather_object(state, parts, group=self.mesh.replica_group, group_dst=self._group_rank(0))
+        return [state] if parts is None else parts
 
     def _group_rank(self, replica: int) -> int:
         return dist.get_group_rank(self.mesh.replica_group, self.mesh.grid[replica][self.mesh.stage])

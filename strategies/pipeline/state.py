@@ -31,7 +31,7 @@ class PipelineState:
         self._placement: Placement | None = None
         self._group: dist.ProcessGroup | None = None
         self._stage = 0
-        self._optimizer_shards: OptimizerShards | None = None
+        self.optimizer_shards: OptimizerShards | None = None
         # Before the first step, as a step may make two buffers one.
         self._names: dict[str, str] = {}  # the first name of each key of the state dict
         self._registered: set[str] = set()  # the parameters and buffers
@@ -54,7 +54,7 @@ class PipelineState:
         Parameters on the meta device are created here.
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
-        self._optimizer_shards = optimizer_shards
+        self.optimizer_shards = optimizer_shards
         self._names, self._registered = _canonical_names(task), set(named_state(task))
         if has_meta(task):
             seed = torch.tensor([torch.initial_seed() % 2**62])
@@ -76,7 +76,7 @@ class PipelineState:
 
     def _is_updated(self, name: str) -> bool:
         """Return True if this rank keeps the parameter's optimizer state."""
-        return self._is_held(name) and (self._optimizer_shards is None or self._optimizer_shards.owns(name))
+        return self._is_held(name) and (self.optimizer_shards is None or self.optimizer_shards.owns(name))
 
     # ---- The task
 
@@ -197,8 +197,8 @@ class PipelineState:
         """
         assert self._group is not None
         state: dict[str, Any] = optimizer.state_dict()
-        if (divided := self._optimizer_shards) is not None:
-            state["state"] = divided.gather(state["state"])
+        if (divided := self.optimizer_shards) is not None:
+            state["state"] = _joined(divided.gather(state["state"]))
             if divided.mesh.replica:
                 return state
         parts: list[Any] = [None] * self._group.size()
@@ -261,7 +261,7 @@ class PipelineState:
         optimizer_states = []
         for number, optimizer in enumerate(optimizers):
             names, whole = _parameter_names(task, optimizer), optimizer.state_dict()
-            divided = self._optimizer_shards is not None
+            divided = self.optimizer_shards is not None
             own = {
                 index: {
                     key: placeholder(f"optimizer_{number}.{index}.{key}", value, names[index], writes=writes or divided)
@@ -280,7 +280,7 @@ class PipelineState:
 
 
 def _joined(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
-    """Return the states of all stages by parameter; where several have one, that of the first."""
+    """Return the states of all stages or replicas by parameter; where several have one, that of the first."""
     return dict(sorted({index: state for part in reversed(parts) for index, state in part.items()}.items()))
 
 

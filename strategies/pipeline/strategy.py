@@ -168,7 +168,6 @@ class PipelineStrategy(MultiProcessStrategy):
         """The stages, once the task is partitioned."""
         self.verify = verify
         self.shard_optimizer = shard_optimizer
-        self._optimizer_shards: OptimizerShards | None = None
         self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
@@ -206,7 +205,6 @@ class PipelineStrategy(MultiProcessStrategy):
         self.staged_model.clear()
         self.state = PipelineState()
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
-        self._optimizer_shards = None
 
     def place_ranks(self, task: TaskModule, source: StageData) -> bool:
         """Place ranks on hosts so that a step sends fewer bytes between them; return True if ranks have moved.
@@ -366,6 +364,7 @@ class PipelineStrategy(MultiProcessStrategy):
         if any(self._phase_optimizers):  # phases; otherwise frozen parameters must stay frozen
             self.end_phases()
         optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
+        optimizer_shards = None
         if self.shard_optimizer and optimizers:
             trained = {id(one) for phase in self._phase_optimizers.values() for one in phase.parameters}
             held = {
@@ -373,14 +372,14 @@ class PipelineStrategy(MultiProcessStrategy):
                 for name, parameter in task.named_parameters()
                 if id(parameter) in trained and placement.is_held(name, mesh.stage)
             }
-            self._optimizer_shards = OptimizerShards(held, mesh)
+            optimizer_shards = OptimizerShards(held, mesh)
         self.state.keep_local(
             task,
             optimizers,
             placement,
             group=mesh.stage_group,
             device=device,
-            optimizer_shards=self._optimizer_shards,
+            optimizer_shards=optimizer_shards,
         )
         mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(task, steps, training, mesh)
@@ -505,10 +504,10 @@ class PipelineStrategy(MultiProcessStrategy):
         return verification
 
     def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
-        if self._optimizer_shards is None:
+        if self.state.optimizer_shards is None:
             super()._update(phase_optimizer, norm)
         else:
-            self._optimizer_shards.update(phase_optimizer, norm=norm)
+            self.state.optimizer_shards.update(phase_optimizer, norm=norm)
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
@@ -587,7 +586,7 @@ class PipelineStrategy(MultiProcessStrategy):
         return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
-        if self.staged_model.placement is None or (self.comm.rank != 0 and self._optimizer_shards is None):
+        if self.staged_model.placement is None or (self.comm.rank != 0 and self.state.optimizer_shards is None):
             return super().optimizer_state_dict(task, phase_optimizer)
         return self.state.gather_optimizer(phase_optimizer.optimizer)
 

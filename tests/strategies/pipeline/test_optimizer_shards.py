@@ -15,7 +15,8 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Gpt, Mlp
-from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
+from tests.strategies.pipeline.test_phases import WithoutStatistics
+from tests.strategies.pipeline.training import Training, compare, largest_difference, make, step_batches
 from trainkit import Data, Trainer
 from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.checkpoint.store import load_from
@@ -171,6 +172,15 @@ def test_checkpoints_of_a_divided_optimizer_are_whole_in_shards_and_in_one_file(
         assert _is_same(weights, whole)
     payloads = [in_memory(load_from(tmp_path / f"first {sharded}").payload) for sharded in (True, False)]
     assert _is_same(*({key: one[key] for key in ("task", "optimizer")} for one in payloads))
+
+
+def _of_phases():
+    return compare(WithoutStatistics, sizes=SIZES, replicas=2, device="cpu", shard_optimizer=True)
+
+
+@pytest.mark.slow
+def test_phases_with_divided_optimizers_have_the_weights_and_norms_of_one_process():
+    assert run_ranks(_of_phases, 4)[0] < 1e-10
 
 
 class Both(torch.optim.SGD):
