@@ -21,14 +21,14 @@ from trainkit.distributed.failure_store import FailureStore
 
 from ..host_layout import HostLayout
 from ..own_groups import OwnGroups
-from .shared_memory import SharedBucket, SharedMemoryTransport, shard_of
+from .shared_memory import LONGEST_NAP_SECONDS, SharedBucket, SharedMemoryTransport, shard_of
 from .transport import ProcessGroupTransport, Work
 
 
 class HierarchicalTransport(SharedMemoryTransport):
     """Sums each bucket in the memory of the ranks `inside` a host, and its shards over the ranks `between` hosts."""
 
-    nap_seconds = 200e-6  # a network is slower than memory
+    spins, longest_nap_seconds = 1, LONGEST_NAP_SECONDS
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ MESSAGE_BYTES = 4096
 CHUNK_ELEMENTS = 128 * 1024  # added at once, so that the sum is still in the cache when it is written to all
 SPINS = 2000  # polls before a waiting rank begins to sleep
 NAP_SECONDS = 50e-6
+LONGEST_NAP_SECONDS = 1e-3  # between hosts; a network is slower than memory
 PEER_SECONDS = 0.01  # between two checks of the other processes
 STORE_SECONDS = 0.5  # between two checks of the failure store
 MADV_POPULATE_WRITE = 23  # of Linux 5.14; not in Python's mmap
@@ -61,11 +62,16 @@ def why_no_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str 
     return None
 
 
+def nap_after(waited: float, *, longest: float) -> float:
+    """Return the seconds until the next poll: an eighth of those waited so far, within limits."""
+    return min(max(NAP_SECONDS, waited / 8), longest)
+
+
 class SharedMemoryTransport(Transport):
     """Sums each bucket in the memory of the ranks themselves."""
 
     name = "shared_memory"
-    nap_seconds = NAP_SECONDS
+    spins, longest_nap_seconds = SPINS, NAP_SECONDS
 
     def __init__(
         self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, preallocate: bool = True
@@ -207,7 +213,7 @@ class BucketWork:
     def wait(self) -> None:
         """Return once every rank has summed its shard."""
         transport, bucket = self.transport, self.bucket
-        for _ in range(SPINS):
+        for _ in range(transport.spins):
             transport.progress()
             if transport.is_done(bucket):
                 break
@@ -224,7 +230,7 @@ class BucketWork:
         next_processes, next_store, noted = start, start + STORE_SECONDS, False
         while not transport.is_done(self.bucket):
             transport.progress()
-            time.sleep(transport.nap_seconds)
+            time.sleep(nap_after(time.monotonic() - start, longest=transport.longest_nap_seconds))
             now = time.monotonic()
             if now >= next_store:
                 next_store, noted = now + STORE_SECONDS, True

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore, RankError
 
+from ..ddp.shared_memory import LONGEST_NAP_SECONDS, nap_after
 from ..ddp.transport import Transport, Work
 from .transport import ShardTransport, ShardWork
 
-POLL_SECONDS = 100e-6  # between polls of the work in progress
 MESSAGE_SECONDS = 1e-3  # between polls of messages, whose end is told
 CHECK_SECONDS = 0.25  # between checks for failed ranks
 JOIN_SECONDS = 10.0  # that `close` waits for the thread
@@ -122,7 +122,8 @@ class CommunicationThread(Transport):
                 self._changed.wait()
             is_waiting = not self._queued and not self._is_closing
             if is_waiting and self._message is None:
-                self._changed.wait(POLL_SECONDS)  # also gives the interpreter to the training thread
+                nap = nap_after(time.monotonic() - self._started[0].started_at, longest=LONGEST_NAP_SECONDS)
+                self._changed.wait(nap)  # also gives the interpreter to the training thread
         if is_waiting and self._message is not None:
             self._message.wait(MESSAGE_SECONDS)
         with self._changed:
@@ -158,7 +159,7 @@ class _QueuedTransfer:
         self.finished_at: float | None = None
         self._start = start
         self._work: ShardWork | None = None
-        self._started_at = self._next_check = 0.0
+        self.started_at = self._next_check = 0.0
 
     def wait(self) -> None:
         self.thread.wait_for(self)
@@ -170,8 +171,8 @@ class _QueuedTransfer:
 
     def start(self) -> None:
         self._work = self._start()
-        self._started_at = time.monotonic()
-        self._next_check = self._started_at + CHECK_SECONDS
+        self.started_at = time.monotonic()
+        self._next_check = self.started_at + CHECK_SECONDS
 
     def complete(self) -> None:
         """Leave the result of the finished transfer in the gradients."""
@@ -188,4 +189,4 @@ class _QueuedTransfer:
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             self._has_checked = True
-            self._work.check_peers(waited=now - self._started_at)
+            self._work.check_peers(waited=now - self.started_at)

@@ -1,7 +1,13 @@
-"""Fusion buffers sent through gloo: shard i of each chunk goes to server i, which sums it and sends the sum back.
+"""Fusion buffers sent through gloo: the shards of each chunk go round the ring of servers.
 
-    server 0   [p0 p1]  --- scatter --->  p0 + p0'  --- gather --->  [s0 s1]
-    server 1   [p0'p1'] ---------------   p1 + p1'  -------------    [s0 s1]
+    hop          0               1               2               3
+    server 0     sends c0        sends b2+b0     sends a         sends c
+    server 1     sends a1        sends c0+c1     sends b         sends a
+    server 2     sends b2        sends a1+a2     sends c         sends b
+
+Each server sends to the next one, and sums what it receives with its own: shard i (above a, b, c) is complete on server
+i, and then goes round once more (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"). So no two servers
+send to the same one, where they would wait for each other, and every link is busy in both directions.
 
 Chunks are launched in the same order on every server, at most `max_in_flight` at a time; the others wait in their
 buffers, so backward never waits for a chunk. A launch announces all that the chunk will receive, before anything of it
@@ -10,6 +16,7 @@ is sent. Transfers advance only in calls to `progress`.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -25,11 +32,10 @@ from trainkit.distributed.failure_store import FailureStore
 from ..ddp.transport import WaitableWork, WatchedWork
 from .host_copy import Event, open_host_copier
 from .partition import equal_shards, split_into_chunks
-from .point_to_point import MessageThread, receive_shards, send_shards
+from .point_to_point import MessageThread, receive, send
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, add_loss, ordered_sum
 
-_TO_SERVER, _SUM, _WEIGHTS = range(3)  # kinds of messages
-_IN_FLIGHT_OF_TWO, _IN_FLIGHT_OF_MORE = 16, 4  # chunks by default; those of several senders meet at one link
+_SUM, _WEIGHTS = range(2)  # kinds of messages
 _NUM_TAGS = 2**20  # of a kind; far more than are under way at once
 
 
@@ -50,9 +56,6 @@ class GlooExchange(ShardTransport):
     ) -> None:
         self.groups, self.failure_store, self.device = groups, failure_store, device
         self.timeout_seconds, self.settings, self.num_gradients = timeout_seconds, settings, num_gradients
-        self.max_in_flight = settings.max_in_flight or (
-            _IN_FLIGHT_OF_TWO if groups.world_size <= 2 else _IN_FLIGHT_OF_MORE
-        )
         self.copier, self.rank, self.world_size = open_host_copier(device), groups.rank, groups.world_size
         self.flats: list[Tensor] = []
         self.flags: list[Tensor] = []
@@ -61,9 +64,10 @@ class GlooExchange(ShardTransport):
         self._queued: deque[ChunkTransfer] = deque()
         self._in_flight: list[ChunkTransfer] = []
         self._works: deque[TransferWork] = deque()
+        self._gathers: list[GatherWork] = []
         self.changed: threading.Event = threading.Event()
         self.arrivals, self.returns, self.known_flags = (MessageThread(self.changed) for _ in range(3))
-        self._num_chunks = self._num_weights = 0  # sent so far, the same on every rank
+        self.numbers = {kind: itertools.count() for kind in (_SUM, _WEIGHTS)}  # of transfers, the same on every rank
 
     # ---- Memory
 
@@ -95,6 +99,7 @@ class GlooExchange(ShardTransport):
         self._queued.clear()
         self._in_flight.clear()
         self._works.clear()
+        self._gathers.clear()
         for thread in (self.arrivals, self.returns, self.known_flags):
             thread.close()
         self.copier.close()
@@ -117,8 +122,9 @@ class GlooExchange(ShardTransport):
             sent = self.reduce_dtype_of(flat.dtype).itemsize
             returned = flat.dtype.itemsize if self.settings.sharded else sent  # weights in full, or sums
             for start, stop in chunks:
-                own = equal_shards(stop - start, self.world_size)[self.rank]
-                total += (stop - start - own) * sent + own * (self.world_size - 1) * returned
+                sizes = equal_shards(stop - start, self.world_size)
+                following = sizes[(self.rank + 1) % self.world_size]
+                total += (stop - start - sizes[self.rank]) * sent + (stop - start - following) * returned
         return total
 
     # ---- Transfers
@@ -132,9 +138,6 @@ class GlooExchange(ShardTransport):
             for start, stop in self._chunks[bucket]:
                 of_chunk = None if error is None else error[start:stop]
                 transfers.append(ChunkTransfer(self, bucket, flat[start:stop], ready, where, error=of_chunk))
-            for number, transfer in enumerate(transfers, self._num_chunks):
-                transfer.number = number
-            self._num_chunks += len(transfers)
             if self.settings.sharded and self.flags[bucket].numel():
                 all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
                 assert all_reduce is not None
@@ -146,21 +149,32 @@ class GlooExchange(ShardTransport):
         return work
 
     def gather_weights(self, buffer: int, *, where: str) -> GatherWork:
-        works = []
+        transfers = []
         for start, stop in self._chunks[buffer] if self.world_size > 1 else []:
             chunk = self.weight_sets[self.next_set][buffer][start:stop]
             shards = chunk.split(equal_shards(len(chunk), self.world_size))
-            tag, group = tag_of(_WEIGHTS, self._num_weights), self.groups.messages
-            self._num_weights += 1
-            received = receive_shards(shards, group, tag)
-            sent = send_shards([shards[self.rank]] * self.world_size, group, tag)
-            works.append(self.with_timeout(self.returns.watch([*received, *sent]), where))
-        return GatherWork(self, works, where)
+            transfer = RingTransfer(self, _WEIGHTS, where)
+            transfer.announce([shards[(self.rank - 1 - hop) % self.world_size] for hop in range(self.world_size - 1)])
+            transfer.send(shards[self.rank])
+            transfers.append(transfer)
+        self._gathers.append(GatherWork(self, transfers, where))
+        return self._gathers[-1]
+
+    def receive(self, tensor: Tensor, tag: int) -> list[dist.Work]:
+        """Announce that a tensor is received from the previous server."""
+        return receive(tensor, self.groups.messages, source=(self.rank - 1) % self.world_size, tag=tag)
+
+    def send(self, tensor: Tensor, tag: int) -> list[dist.Work]:
+        """Start to send a tensor to the next server."""
+        return send(tensor, self.groups.messages, target=(self.rank + 1) % self.world_size, tag=tag)
 
     def progress(self) -> None:
         """Advance every chunk and buffer as far as possible, without waiting."""
         self.changed.clear()
         self._advance_chunks()
+        for gather in self._gathers:
+            gather.advance()
+        self._gathers = [gather for gather in self._gathers if not gather.is_done()]
         for work in list(self._works):
             work.advance()
             if not work.is_summed:  # weights are sent in the order of buffers
@@ -183,11 +197,11 @@ class GlooExchange(ShardTransport):
     def _advance_chunks(self) -> None:
         """Advance the chunks in flight, and those that the complete ones make room for."""
         while True:
-            while self._queued and len(self._in_flight) < self.max_in_flight:
+            while self._queued and len(self._in_flight) < self.settings.max_in_flight:
                 self._in_flight.append(self._queued.popleft())
                 self._in_flight[-1].launch()
             self._in_flight = [transfer for transfer in self._in_flight if not transfer.advance()]
-            if not self._queued or len(self._in_flight) == self.max_in_flight:
+            if not self._queued or len(self._in_flight) == self.settings.max_in_flight:
                 return
 
 
@@ -205,27 +219,75 @@ class _AnyMessage:
             raise RuntimeError("no message has ended")
 
 
-def tag_of(kind: int, number: int) -> int:
-    """Return the tag of the messages of one chunk."""
-    return 3 * (number % _NUM_TAGS) + kind
+class RingTransfer:
+    """Shards of a chunk on their way round the ring: each hop sends on what the one before it has received."""
+
+    def __init__(self, exchange: GlooExchange, kind: int, where: str) -> None:
+        self.exchange, self.kind, self.number, self.where = exchange, kind, next(exchange.numbers[kind]), where
+        self.is_complete = False
+        self._hop = 0
+        self._received: list[Tensor] = []  # by each hop
+        self._receives: list[list[dist.Work]] = []
+        self._sends: list[dist.Work] = []
+        self._work: WatchedWork | None = None  # of the hop
+
+    def announce(self, received: list[Tensor]) -> None:
+        """Announce what each hop receives, before anything is sent."""
+        self._received = received
+        self._receives = [self.exchange.receive(tensor, self._tag(hop)) for hop, tensor in enumerate(received)]
+
+    def send(self, tensor: Tensor) -> None:
+        """Send the tensor of the current hop."""
+        exchange, hop = self.exchange, self._hop
+        self._sends += exchange.send(tensor, self._tag(hop))
+        is_last = hop == len(self._received) - 1
+        works = [*self._receives[hop], *self._sends] if is_last else self._receives[hop]
+        thread = exchange.arrivals if hop < exchange.world_size - 1 else exchange.returns
+        self._work = exchange.with_timeout(thread.watch(works), self.where)
+
+    def advance(self) -> bool:
+        """Advance as far as possible without waiting; return True if the transfer is complete."""
+        while self._work is not None and self._work.is_done():
+            self._work.wait()
+            self._work = None
+            tensor = self.arrive(self._hop, self._received[self._hop])
+            self._hop += 1
+            self.is_complete = self._hop == len(self._received)
+            if self.is_complete:
+                self._received, self._receives, self._sends = [], [], []
+            else:
+                self.send(tensor)
+        return self.is_complete
+
+    def arrive(self, hop: int, received: Tensor) -> Tensor:
+        """Return what the next hop sends, given what this one has received."""
+        return received
+
+    def _tag(self, hop: int) -> int:
+        hops = 2 * (self.exchange.world_size - 1)
+        return 2 * ((hops * self.number + hop) % _NUM_TAGS) + self.kind
 
 
-class ChunkTransfer:
-    """The transfer of one chunk to the servers and back: copy to the host, send, sum, return."""
-
-    number: int  # of the chunk, among all that were ever sent
+class ChunkTransfer(RingTransfer):
+    """The transfer of one chunk to the servers and back: copy to the host, sum on the way, return."""
 
     def __init__(
-        self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Event, where: str, *, error: Tensor | None
+        self,
+        exchange: GlooExchange,
+        buffer: int,
+        chunk: Tensor,
+        ready: Event,
+        where: str,
+        *,
+        error: Tensor | None,
     ) -> None:
-        self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
+        super().__init__(exchange, _SUM, where)
+        self.buffer, self.chunk, self.ready = buffer, chunk, ready
         self.error = error  # what rounding loses of the chunk on this rank, None without error feedback
         self.sizes = equal_shards(len(chunk), exchange.world_size)
-        self.is_sent = self.is_summed = self.is_complete = False
+        self.is_sent = False
         self.sent = chunk
         self.copy: Event = None  # to the host
-        self._returning: list[dist.Work] = []  # sends, and receives of sums
-        self._work: WatchedWork | None = None  # of the stage
 
     def launch(self) -> None:
         """Announce what is received, and copy the chunk to host memory in the reduce dtype if it is elsewhere."""
@@ -236,65 +298,65 @@ class ChunkTransfer:
             self.copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
             add_loss(self.error, chunk, self.sent)
         self._shards = self.sent.split(self.sizes)
-        self.arrived = [torch.empty_like(self._shards[exchange.rank]) for _ in range(exchange.world_size - 1)]
-        self.arrived.insert(exchange.rank, self._shards[exchange.rank])
-        group = exchange.groups.messages
-        arriving = receive_shards(self.arrived, group, tag_of(_TO_SERVER, self.number))
-        self._work = exchange.with_timeout(exchange.arrivals.watch(arriving), self.where)
-        if not exchange.settings.sharded:  # a sum comes from its server after the shard has arrived there
-            self._returning = receive_shards(self._shards, group, tag_of(_SUM, self.number))
+        num_others = exchange.world_size - 1
+        received = [torch.empty_like(self._shards[self._index(hop)]) for hop in range(num_others)]
+        if not exchange.settings.sharded:  # sums replace the gradients, which have been sent by then
+            received += [self._shards[self._index(hop)] for hop in range(num_others, 2 * num_others)]
+        self.announce(received)
 
     def advance(self) -> bool:
-        """Advance as far as possible without waiting; return True if the transfer is complete."""
         if not self.is_sent and (self.copy is None or self.copy.query()):
             self.copy, self.is_sent = None, True
-            tag = tag_of(_TO_SERVER, self.number)
-            self._returning += send_shards(self._shards, self.exchange.groups.messages, tag)
-        if self.is_sent and not self.is_summed and self._has_ended():
-            self._sum()
-        if self.is_summed and not self.is_complete and self._has_ended():
-            if not self.exchange.settings.sharded and self.sent is not self.chunk:
-                self.exchange.copy_to_device(self.buffer, self.sent, self.chunk)
-            self.is_complete = True
+            self.send(self._shards[self._index(-1)])
+        if not self.is_complete and super().advance():
+            exchange = self.exchange
+            if not exchange.settings.sharded and self.sent is not self.chunk:
+                exchange.copy_to_device(self.buffer, self.sent, self.chunk)
         return self.is_complete
 
-    def _has_ended(self) -> bool:
-        """Return True if the messages of the stage have arrived; raise if one cannot."""
-        assert self._work is not None
-        if not self._work.is_done():
-            return False
-        self._work.wait()
-        return True
+    def arrive(self, hop: int, received: Tensor) -> Tensor:
+        exchange = self.exchange
+        if hop >= exchange.world_size - 1:
+            return received  # a sum
+        index = self._index(hop)
+        own = self._shards[index]
+        total = ordered_sum([received, own])
+        if index == exchange.rank and exchange.settings.sharded:
+            self.chunk.split(self.sizes)[index].copy_(total)
+            return total
+        rounded = own if index == exchange.rank else received
+        rounded.copy_(total)
+        if self.error is not None:
+            first = sum(self.sizes[:index])
+            add_loss(self.error[first : first + len(own)], total, rounded)
+        return rounded
 
-    def _sum(self) -> None:
-        """Sum this server's shard, and return the sum to all ranks or keep it."""
-        exchange, own = self.exchange, self._shards[self.exchange.rank]
-        total = ordered_sum(self.arrived)
-        if exchange.settings.sharded:
-            self.chunk.split(self.sizes)[exchange.rank].copy_(total)
-        else:
-            own.copy_(total)
-            first = sum(self.sizes[: exchange.rank])
-            add_loss(None if self.error is None else self.error[first : first + len(own)], total, own)
-            tag = tag_of(_SUM, self.number)
-            self._returning += send_shards([own] * exchange.world_size, exchange.groups.messages, tag)
-        self.is_summed, self.arrived = True, []
-        self._work = exchange.with_timeout(exchange.returns.watch(self._returning), self.where)
+    def _index(self, hop: int) -> int:
+        """Return the index of the shard that a hop receives; it sends that of the hop before."""
+        return (self.exchange.rank - 2 - hop) % self.exchange.world_size
 
 
 class GatherWork:
     """The exchange of the next weights of one buffer."""
 
-    def __init__(self, exchange: GlooExchange, works: list[WatchedWork], where: str) -> None:
-        self.exchange, self.works, self.where = exchange, works, where
+    def __init__(self, exchange: GlooExchange, transfers: Sequence[RingTransfer], where: str) -> None:
+        self.exchange, self.transfers, self.where = exchange, transfers, where
         self.finished_at: float | None = None
 
     def is_done(self) -> bool:
-        return all(work.is_done() for work in self.works)
+        return all(transfer.is_complete for transfer in self.transfers)
+
+    def advance(self) -> None:
+        """Advance as far as possible without waiting."""
+        for transfer in self.transfers:
+            transfer.advance()
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        exchange = self.exchange
+        exchange.progress()
+        while not self.is_done():
+            exchange.wait_for_change(self.where)
+            exchange.progress()
 
     def check_peers(self, *, waited: float) -> None:
         exchange = self.exchange
@@ -305,33 +367,33 @@ class TransferWork(GatherWork):
     """The reduction of one buffer: the transfers of its chunks and, with sharded settings, the gather of weights."""
 
     def __init__(
-        self, exchange: GlooExchange, buffer: int, where: str, transfers: list[ChunkTransfer], flags: WatchedWork | None
+        self,
+        exchange: GlooExchange,
+        buffer: int,
+        where: str,
+        transfers: Sequence[ChunkTransfer],
+        flags: WatchedWork | None,
     ) -> None:
-        super().__init__(exchange, [], where)
-        self.buffer, self.transfers, self.flags = buffer, transfers, flags
+        super().__init__(exchange, transfers, where)
+        self.buffer, self.flags = buffer, flags
         self.is_summed = False
+        self.weights: GatherWork | None = None
 
     def is_done(self) -> bool:
         return self.finished_at is not None
 
     def wait(self) -> None:
-        exchange = self.exchange
-        exchange.progress()
-        while not self.is_done():
-            exchange.wait_for_change(self.where)
-            exchange.progress()
-        exchange.order_current_stream(self.buffer)
+        super().wait()
+        self.exchange.order_current_stream(self.buffer)
 
     def advance(self) -> None:
-        """Advance as far as possible without waiting."""
         if not self.is_summed:
             self._try_sum()
-        if self.is_summed and super().is_done():
-            super().wait()
+        if self.is_summed and (self.weights is None or self.weights.is_done()):
             self.finished_at = self.finished_at or time.perf_counter()
 
     def _try_sum(self) -> None:
-        if not all(transfer.is_complete for transfer in self.transfers):
+        if not super().is_done():
             return
         if self.flags is not None:
             if not self.flags.is_done():
@@ -341,4 +403,4 @@ class TransferWork(GatherWork):
         exchange = self.exchange
         if exchange.on_summed is not None:
             exchange.on_summed(self.buffer)
-            self.works = exchange.gather_weights(self.buffer, where=self.where).works
+            self.weights = exchange.gather_weights(self.buffer, where=self.where)

@@ -77,20 +77,13 @@ class MessageThread:
             self.changed.set()
 
 
-def receive_shards(shards: Sequence[Tensor], group: dist.ProcessGroup | None, tag: int) -> list[dist.Work]:
-    """Announce to the other ranks of the group that shard i is received from rank i."""
-    works = [dist.irecv(s, group=group, group_src=i, tag=tag) for i, s in _of_others(shards, group)]
-    return [work for work in works if work is not None]
+def receive(tensor: Tensor, group: dist.ProcessGroup | None, *, source: int, tag: int) -> list[dist.Work]:
+    """Announce to rank `source` of the group that the tensor is received; nothing is if it is empty."""
+    work = dist.irecv(tensor, group=group, group_src=source, tag=tag) if tensor.numel() else None
+    return [] if work is None else [work]
 
 
-def send_shards(shards: Sequence[Tensor], group: dist.ProcessGroup | None, tag: int) -> list[dist.Work]:
-    """Start to send shard i to rank i of the group."""
-    works = [dist.isend(s, group=group, group_dst=i, tag=tag) for i, s in _of_others(shards, group)]
-    return [work for work in works if work is not None]
-
-
-def _of_others(shards: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[tuple[int, Tensor]]:
-    """Return the shards of the other ranks, the next rank's first: ranks begin with different ones."""
-    own, size = dist.get_rank(group), len(shards)
-    others = [(own + distance) % size for distance in range(1, size)]
-    return [(rank, shards[rank]) for rank in others if shards[rank].numel()]
+def send(tensor: Tensor, group: dist.ProcessGroup | None, *, target: int, tag: int) -> list[dist.Work]:
+    """Start to send the tensor to rank `target` of the group, unless it is empty."""
+    work = dist.isend(tensor, group=group, group_dst=target, tag=tag) if tensor.numel() else None
+    return [] if work is None else [work]

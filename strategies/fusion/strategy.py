@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Servers = Literal["rank", "host"]
 
 MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the memory of a second set
-_LARGEST_CHUNK = MIB // 2  # larger ones of several hosts wait for each other where they meet at one link
+_LARGEST_CHUNK = MIB // 2
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
 _REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,14 +63,14 @@ class FusionStrategy(DDPStrategy):
     Args:
         buffer_mb: Size of a buffer in MiB, sent through gloo in chunks of at most half a MiB; `None`: 4, and between
             hosts a sixteenth of the gradients, from 1 to 4.
-        max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy; `None`: 16 between
-            two servers, 4 between several. Inside a host buffers are summed in place, and this has no effect.
-        reduce_dtype: Dtype in which gradients are sent: their own (`None`), `bf16` or `fp16`, summed in fp32. What
-            overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
-        error_feedback: With `reduce_dtype`: each rank keeps what its rounding loses, of the gradients that it sends and
-            of the sums that it returns as a server, and adds it to what it sends next of the same elements (Seide et
-            al., 2014, "1-bit SGD"; Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is
-            then that of the gradients, up to the last errors. For parameters that no rank uses in a step they are lost.
+        max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
+            are summed in place, and this has no effect.
+        reduce_dtype: Dtype in which gradients and sums are sent: their own (`None`), `bf16` or `fp16`; they are added
+            in fp32. What overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
+        error_feedback: With `reduce_dtype`: each rank keeps what its rounding loses, of the gradients and of the sums
+            that it sends, and adds it to what it sends next of the same elements (Seide et al., 2014, "1-bit SGD";
+            Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is then that of the
+            gradients, up to the last errors. For parameters that no rank uses in a step they are lost.
         transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
         servers: `rank`: every rank is a server; `host`: the first rank of each host.
         communication_thread: Move buffers on a separate thread while backward runs, instead of on backward's own thread
@@ -91,7 +91,7 @@ class FusionStrategy(DDPStrategy):
         accumulate: int | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
         buffer_mb: float | None = None,
-        max_in_flight: int | None = None,
+        max_in_flight: int = 4,
         reduce_dtype: Literal["bf16", "fp16"] | None = None,
         error_feedback: bool = False,
         transport: Literal["auto", "shared_memory", "exchange"] = "auto",
@@ -135,10 +135,8 @@ class FusionStrategy(DDPStrategy):
         for name, value, valid in (("transport", transport, _TRANSPORTS), ("servers", servers, ("rank", "host"))):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
-        if max_in_flight is not None and (type(max_in_flight) is not int or max_in_flight < 1):
-            raise UserError(
-                f"max_in_flight must be a whole number of chunks, at least 1, or null, got {max_in_flight!r}."
-            )
+        if type(max_in_flight) is not int or max_in_flight < 1:
+            raise UserError(f"max_in_flight must be a whole number of chunks, at least 1, got {max_in_flight!r}.")
         switches = {"communication_thread": communication_thread, "optimizer_in_backward": optimizer_in_backward}
         for name, choice in switches.items():
             if choice not in ("auto", True, False):

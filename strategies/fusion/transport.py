@@ -23,10 +23,10 @@ class FusionSettings:
 
     chunk_bytes: int
     """Largest piece of a buffer that is sent at once."""
-    max_in_flight: int | None
-    """Chunks of an exchange that are in flight at once; bounds the memory of their copies. `None`: what is quickest."""
+    max_in_flight: int
+    """Chunks of an exchange that are in flight at once; bounds the memory of their copies."""
     reduce_dtype: torch.dtype | None
-    """Dtype in which gradients are sent; sums are made in at least float32. `None`: the gradients' own dtype."""
+    """Dtype in which gradients and sums are sent; they are added in float32. `None`: the gradients' own dtype."""
     sharded: bool
     """If true, a shard's sum stays on its server, which then updates that shard of the weights."""
     second_weights: bool = False

@@ -86,6 +86,8 @@ ARRANGEMENTS = {
         "exchange, sharded": (FusionStrategy, {"transport": "exchange", "shard_optimizer": True, "max_in_flight": 1}),
     },
     4: {
+        "exchange": (FusionStrategy, {"transport": "exchange"}),
+        "exchange, sharded": (FusionStrategy, {"transport": "exchange", "shard_optimizer": True}),
         "hosts": (Hosts, {}),
         "hosts, sharded": (Hosts, {"shard_optimizer": True}),
         "one server per host": (Hosts, {"servers": "host", "communication_thread": False}),

@@ -72,8 +72,8 @@ def all_reduce():
 @pytest.fixture
 def exchange(network, all_reduce, monkeypatch):
     """An exchange of the first of two ranks, with a buffer of `NUM_CHUNKS` chunks and one of a single chunk."""
-    for name in ("send_shards", "receive_shards"):
-        monkeypatch.setattr(exchange_module, name, lambda shards, group, tag: [])
+    for name in ("send", "receive"):
+        monkeypatch.setattr(exchange_module, name, lambda tensor, group, **settings: [])
     monkeypatch.setattr(dist, "all_reduce", lambda *args, **settings: all_reduce)
     opened = GlooExchange(
         ServerGroups(rank=0, world_size=2, messages=None, flags=None),

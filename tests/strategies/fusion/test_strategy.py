@@ -15,7 +15,6 @@ from torch import nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion import exchange as exchange_module
 from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
-from trainkit.strategies.fusion.point_to_point import _of_others
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups, ordered_sum
 from trainkit.strategies.own_groups import OwnGroups
@@ -316,8 +315,8 @@ def chunks_in_flight(limit):
     return max(most)
 
 
-def open_exchange(settings):
-    """Return an exchange between all ranks for buffers of 1000 gradients, without failures."""
+def open_exchange(settings, num_gradients=(1000,)):
+    """Return an exchange between all ranks for buffers with these numbers of gradients, without failures."""
     groups = open_server_groups(
         [range(dist.get_world_size())], dist.group.WORLD, own_groups=OwnGroups(timedelta(seconds=60))
     )
@@ -327,24 +326,25 @@ def open_exchange(settings):
         device=torch.device("cpu"),
         timeout_seconds=120.0,
         settings=settings,
-        num_gradients=lambda: [1000],
+        num_gradients=lambda: list(num_gradients),
     )
 
 
-@pytest.mark.parametrize(("num_ranks", "limit", "expected"), [(2, 2, 2), (2, None, 16), (3, None, 4)])
+@pytest.mark.parametrize(("num_ranks", "limit", "expected"), [(2, 2, 2), (3, 4, 4)])
 def test_no_more_chunks_are_in_flight_than_max_in_flight(num_ranks, limit, expected):
     assert max(run_ranks(chunks_in_flight, num_ranks, limit)) == expected
 
 
 def calls_of_each_chunk():
-    """Return for each chunk the order in which this rank announced receives and started sends."""
-    calls: dict[int, list[str]] = {}
-    for name in ("receive_shards", "send_shards"):
+    """Return for each chunk the receives that this rank announced and the sends that it started, in their order."""
+    calls: dict[int, list[tuple[str, int]]] = {}
+    num_hops = 2 * (dist.get_world_size() - 1)
+    for name in ("receive", "send"):
         original = getattr(exchange_module, name)
 
-        def recorded(shards, group, tag, name=name, original=original):
-            calls.setdefault(tag // 3, []).append(name)
-            return original(shards, group, tag)
+        def recorded(tensor, group, *, tag, name=name, original=original, **peer):
+            calls.setdefault(tag // 2 // num_hops, []).append((name, *peer.values()))
+            return original(tensor, group, tag=tag, **peer)
 
         setattr(exchange_module, name, recorded)
     exchange = open_exchange(FusionSettings(chunk_bytes=400, max_in_flight=2, reduce_dtype=None, sharded=False))
@@ -354,23 +354,51 @@ def calls_of_each_chunk():
     return calls
 
 
-def first_receiver():
-    return _of_others([torch.ones(1)] * 3, None)[0][0]
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_server_announces_what_it_receives_of_a_chunk_before_it_sends_and_sends_to_the_next_server_only(num_ranks):
+    for rank, calls in enumerate(run_ranks(calls_of_each_chunk, num_ranks)):
+        assert len(calls) == 10
+        receives, sends = ("receive", (rank - 1) % num_ranks), ("send", (rank + 1) % num_ranks)
+        hops = 2 * (num_ranks - 1)
+        assert all(of_chunk == [receives] * hops + [sends] * hops for of_chunk in calls.values())
 
 
-def test_servers_begin_to_send_to_different_ones():
-    assert run_ranks(first_receiver, 3) == [1, 2, 0]
+SIZES = [1, 2, 3, 7, 1000]
+
+
+def sums_and_weights(sharded):
+    """Return the sums of buffers of some sizes as this rank has them, and the weights that it gathered."""
+    settings = FusionSettings(chunk_bytes=400, max_in_flight=2, reduce_dtype=None, sharded=sharded)
+    exchange = open_exchange(settings, SIZES)
+    flats = exchange.allocate([(size, torch.float32) for size in SIZES])
+    rank, found = dist.get_rank(), []
+    for buffer, flat in enumerate(flats):
+        flat.copy_((rank + 1) * torch.arange(1.0, len(flat) + 1))
+        exchange.start(buffer, where="the test").wait()
+        if not sharded:
+            found.append(flat)
+            continue
+        weights = torch.zeros_like(flat)
+        for start, stop in exchange.own_ranges(buffer):
+            weights[start:stop] = flat[start:stop]
+        exchange.weight_sets[0][buffer].copy_(weights)
+        exchange.gather_weights(buffer, where="the test").wait()
+        found.append(exchange.weight_sets[0][buffer])
+    found = [one.clone() for one in found]
+    exchange.close()
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_sums_and_gathered_weights_are_those_of_all_ranks_for_buffers_of_any_size(sharded):
+    for found in run_ranks(sums_and_weights, 3, sharded):
+        for size, flat in zip(SIZES, found, strict=True):
+            assert torch.equal(flat, 6 * torch.arange(1.0, size + 1))
 
 
 def test_a_buffer_is_sent_in_chunks_of_at_most_half_a_mib():
     assert FusionStrategy(device="cpu").fusion_settings.chunk_bytes == 2**19
     assert FusionStrategy(device="cpu", buffer_mb=0.25).fusion_settings.chunk_bytes == 2**18
-
-
-def test_a_chunk_announces_what_it_receives_before_it_sends():
-    for calls in run_ranks(calls_of_each_chunk, 2):  # or a link carries one direction at a time
-        assert len(calls) == 10
-        assert all(of_chunk == ["receive_shards"] * 2 + ["send_shards"] * 2 for of_chunk in calls.values())
 
 
 class BrokenFlags:

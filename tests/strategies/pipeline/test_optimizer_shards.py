@@ -183,6 +183,30 @@ def test_phases_with_divided_optimizers_have_the_weights_and_norms_of_one_proces
     assert run_ranks(_of_phases, 4)[0] < 1e-10
 
 
+def _with_a_step_skipped(run_dir):
+    """Return by precision the final weights of a divided and of a whole optimizer, in a run with a gradient of NaN."""
+    inputs, targets = Mlp.batch(48, torch.Generator().manual_seed(0))
+    inputs[9] = float("nan")
+    found = {}
+    for precision, divided in itertools.product(("fp32", "fp16-mixed"), (True, False)):
+        task, run = make(Mlp), run_dir / f"{precision} {divided}"
+        strategy = PipelineStrategy(stages=2, replicas=2, device="cpu", split_points=["net.8"], shard_optimizer=divided)
+        trainer = Trainer(strategy, max_duration="6step", run_dir=run, precision=precision, on_nonfinite="skip")
+        trainer.fit(task, Data(train=TensorDataset(inputs, targets), batch_size=8))
+        found[precision, divided] = task.state_dict()
+    return found
+
+
+@pytest.mark.slow
+def test_a_divided_optimizer_skips_the_steps_that_a_whole_one_skips(tmp_path):
+    found = run_ranks(_with_a_step_skipped, 4, tmp_path)[0]
+    start = make(Mlp).state_dict()
+    for precision in ("fp32", "fp16-mixed"):
+        assert _is_same(found[precision, True], found[precision, False])
+        assert all(weight.isfinite().all() for weight in found[precision, True].values())
+        assert not any(torch.equal(weight, start[name]) for name, weight in found[precision, True].items())
+
+
 class Both(torch.optim.SGD):
     """May look at all gradients."""
 
