@@ -96,6 +96,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return run_in_terminal(tmp_path_factory.mktemp("whole"), "fit")
 
 
+@pytest.mark.slow
 def test_the_display_shows_epoch_step_loss_metrics_speed_and_time_left(whole_run: Shown) -> None:
     screen = whole_run.having("epoch 2/2", "ETA")[0]
 

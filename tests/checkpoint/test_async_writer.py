@@ -129,6 +129,7 @@ def test_payload_that_cannot_be_saved_is_refused_at_the_call(tmp_path: Path) -> 
         assert not writer.busy
 
 
+@pytest.mark.slow
 def test_interpreter_waits_for_the_save_before_it_exits(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"

@@ -86,6 +86,7 @@ def test_the_config_is_yaml_with_the_origin_of_every_value(capsys):
     assert all("#" in line for line in shown.splitlines() if not line.endswith(":"))
 
 
+@pytest.mark.slow
 def test_every_key_of_the_package_is_described_by_a_docstring():
     """`explain` and the page of keys in the guide have no other source."""
     choices = [f"{group}={name}" for group in ("recipe", "strategy") for name in registry.names(group)]

@@ -123,6 +123,7 @@ def test_a_dtype_that_the_format_lacks_is_named(tmp_path):
         write_safetensors(file, {"w": torch.zeros(2, dtype=torch.complex128)}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch.export's own
 def test_a_trained_task_is_exported_as_a_program_for_any_number_of_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -190,6 +191,7 @@ def test_a_task_that_cannot_be_traced_is_reported_with_the_reason(tmp_path, monk
     assert "Branching.predict_step cannot be traced as a program" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
 def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_peft(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")

@@ -47,6 +47,7 @@ def test_two_jobs_leave_two_run_folders_and_a_table(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
+@pytest.mark.slow
 def test_a_job_alone_gives_the_weights_of_the_same_job_in_a_sweep(tmp_path):
     assert main(["fit", "-m", *TINY, *QUIET, "task.lr=0.1,0.2", "run_dir=sweep"]) == 0
     assert main(["fit", *TINY, *QUIET, "task.lr=0.2", "run_dir=alone"]) == 0

@@ -407,6 +407,7 @@ def test_all_errors_of_constructors_are_reported_at_once_with_their_origins(caps
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_constructor_about_a_value_is_a_message_and_with_debug_a_traceback(tmp_path, capsys):
     (tmp_path / "refusing.py").write_text(
         "from trainkit.recipes.digits_mlp import DigitsMLP\n"

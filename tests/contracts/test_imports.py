@@ -27,6 +27,7 @@ def test_import_trainkit_imports_neither_torch_nor_anything_else_that_is_slow():
     assert loaded_by("import trainkit", *slow) == []
 
 
+@pytest.mark.slow
 def test_the_trainer_imports_no_hydra_rich_or_tensorboard():
     unwanted = ("hydra", "omegaconf", "rich", "tensorboard", "sklearn", "matplotlib")
     assert loaded_by("from trainkit import *", *unwanted) == []

@@ -80,6 +80,7 @@ def test_a_shuffled_order_follows_from_the_seed_and_the_epoch(tmp_path):
     assert len({order(0, epoch)[0] // 1000 for epoch in range(9)}) == 3, "files come in another order"
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
     ending=st.sampled_from([".jsonl", ".parquet"]),

@@ -120,7 +120,7 @@ def test_every_block_of_a_page_is_run_or_says_why_not(page: Path) -> None:
 
 
 _ELSEWHERE = {"tutorial_equal_weights.md"}  # test_tutorial.py runs it, and reads what it prints
-_SLOW = {"custom_loop.md"}
+_SLOW = {"custom_loop.md", "data.md", "integrations.md"}
 
 
 @pytest.mark.parametrize(

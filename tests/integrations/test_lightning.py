@@ -63,6 +63,7 @@ def trained_by_lightning(modules, tmp_path_factory):
     return trained, fit_by_lightning(trained, tmp_path=tmp_path_factory.mktemp("lightning"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_it(
     modules, trained_by_lightning, tmp_path

@@ -38,6 +38,7 @@ def curve(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in points]
 
 
+@pytest.mark.slow
 def test_curves_settings_texts_and_images_can_be_read_by_mlflow(tmp_path: Path) -> None:
     logger = SafeLogger(MlflowLogger())
     logger.open(tmp_path, step=0)

@@ -134,6 +134,7 @@ def distances(folder: str, expected: dict[str, dict[str, Tensor]]) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_one_device_under_strategies_that_do_not_shard(tmp_path):
     expected = {}
     for kind in ("plain", "weighted, strong_wolfe", "phases"):

@@ -48,6 +48,7 @@ def page_faults_of_later_steps(folder):
 needs_glibc = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="the C library is not glibc")
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_steps_do_not_take_the_memory_of_their_gradients_from_the_system_again(tmp_path, monkeypatch):
     for name in MALLOC_SETTINGS:

@@ -63,7 +63,7 @@ def savers() -> Iterator[Savers]:
         assert program.wait() == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_kill_at_any_instant_costs_only_unsaved_work(tmp_path: Path, savers: Savers, mode: str) -> None:
     store = CheckpointStore(tmp_path)
     chance = random.Random(mode)
@@ -94,7 +94,9 @@ def seconds_of_a_save(folder: Path) -> float:
     return max((time.monotonic() - start) / 3, 0.02)
 
 
-@pytest.mark.parametrize("mode", ["save", "replace", "prune"])
+@pytest.mark.parametrize(
+    "mode", ["save", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("replace", "prune"))]
+)
 def test_kill_before_and_after_every_change_of_the_disk(tmp_path: Path, savers: Savers, mode: str) -> None:
     steps_seen = set()
     for change in itertools.count():

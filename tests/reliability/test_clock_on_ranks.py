@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
 
@@ -77,6 +78,7 @@ def on_two_ranks() -> tuple[int, list[int], dict[str, int], str, int]:
     return result.steps, calls.logged, calls.during, result.exit_reason, steps_until_stopped()
 
 
+@pytest.mark.slow
 def test_ranks_with_different_clocks_stop_and_log_together_without_a_check_in_every_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = run_ranks(on_two_ranks, 2)

@@ -52,7 +52,8 @@ def on_ranks() -> list[Any]:
     return [evaluate(DDPStrategy(device="cpu"), num_samples) for num_samples in SIZES]
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_measure_and_predict_what_one_device_does(num_ranks):
     alone = [evaluate(SingleStrategy(device="cpu"), num_samples) for num_samples in SIZES]
     ranks = run_ranks(on_ranks, num_ranks)

@@ -176,6 +176,7 @@ def test_ranks_on_gpus_exchange_a_flag_through_host_memory():
     assert first == second
 
 
+@pytest.mark.slow
 def test_all_ranks_repeat_a_step_if_one_runs_out_of_memory():
     first, second = run_ranks(on_two_ranks, 2)
     assert first == second

@@ -127,6 +127,7 @@ def test_values_that_are_not_finite_are_marked(finished_run):
     assert any("not-finite" in str(attributes.get("class")) for attributes in page.attributes("line"))
 
 
+@pytest.mark.slow
 def test_a_long_run_is_small_and_keeps_its_extremes(long_run):
     path = long_run / "report.html"
     assert path.stat().st_size < 5_000_000

@@ -321,6 +321,7 @@ def test_ranks_are_copied_by_the_process_that_started_them():
     assert files_at() == files_in("runs/memory/bucket/run7")
 
 
+@pytest.mark.slow
 def test_shards_are_copied_before_the_checkpoint_is_listed(tmp_path, monkeypatch):
     from trainkit.strategies.fusion.strategy import FusionStrategy
 

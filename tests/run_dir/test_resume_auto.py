@@ -149,6 +149,7 @@ def test_a_folder_in_which_every_checkpoint_is_damaged_starts_a_new_run(fit):
     assert load_from("mine").entry.step == 5
 
 
+@pytest.mark.slow
 def test_the_command_line_resumes_a_run_and_names_it(capfd):
     argv = ["fit", *TINY, *CHECKPOINTS, "resume=auto"]
     assert main([*argv, "trainer.max_duration=2step"]) == 0

@@ -243,6 +243,7 @@ def difference_after_evaluations(folder: str) -> float:
     return distance(task, alone)
 
 
+@pytest.mark.slow
 def test_a_unit_that_was_gathered_for_an_evaluation_without_it_trains_from_its_own_weights(tmp_path):
     assert max(run_ranks(difference_after_evaluations, 2, str(tmp_path))) < TOLERANCE
 
@@ -510,13 +511,14 @@ def deferred_and_whole(names: list[str], folder: str) -> list[bool]:
     return equal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
         (2, ["blocks"]),
-        pytest.param(4, ["replicated"], marks=[pytest.mark.slow, in_make_zoo]),
-        pytest.param(3, ["nested units", "recomputed"], marks=pytest.mark.slow),
-        pytest.param(3, ["frozen"], marks=[pytest.mark.slow, in_make_zoo]),
+        pytest.param(4, ["replicated"], marks=in_make_zoo),
+        (3, ["nested units", "recomputed"]),
+        pytest.param(3, ["frozen"], marks=in_make_zoo),
     ],
     ids=["2 ranks", "4 ranks", "3 ranks", "frozen on 3"],
 )
@@ -548,8 +550,7 @@ STRATEGIES = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("single", "ddp", "fsdp") else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES],
+    "name", [name if name == "fsdp" else pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES]
 )
 def test_a_task_built_without_memory_trains_under_every_strategy(name, tmp_path):
     trained = []
@@ -644,7 +645,8 @@ def saved_by_shards(folder: Path, replicate: int) -> None:
     fit(strategy, Language(), folder, callbacks=[SaveShards()])
 
 
-@pytest.mark.parametrize(("num_ranks", "replicate"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(3, 1), (4, 2)])
 def test_sharded_checkpoints_are_resumed_by_one_device(num_ranks, replicate, tmp_path):
     alone, resumed = Language(), Language()
     fit(SingleStrategy(device="cpu"), alone, tmp_path / "single")
@@ -670,6 +672,7 @@ def evaluated(folder: str) -> tuple[dict[str, float], Tensor, list[float]]:
     return metrics, predictions, [task.blocks[0].widen.weight.sum().item()]
 
 
+@pytest.mark.slow
 def test_evaluation_counts_each_sample_once_and_keeps_the_order(tmp_path):
     task = Language().double()
     expected = Trainer(SingleStrategy(device="cpu"), callbacks=[], loggers=[], precision="fp64").validate(
@@ -721,6 +724,7 @@ def micro_batches_counted(folder: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_repeated_batch_is_not_counted_by_the_task(tmp_path):
     ranks = run_ranks(micro_batches_counted, 2, str(tmp_path))
     assert all(fsdp == ddp for fsdp, ddp in ranks)

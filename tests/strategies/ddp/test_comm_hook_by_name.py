@@ -128,6 +128,7 @@ def weights_with_hooks(folder: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_the_strategy_trains_with_each_hook_to_nearly_the_same_weights(tmp_path):
     first, second = run_ranks(weights_with_hooks, 2, str(tmp_path))
     plain = first["none"]

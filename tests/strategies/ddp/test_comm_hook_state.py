@@ -123,6 +123,7 @@ def resumed_and_whole(folder: str) -> dict[str, tuple[Tensor, Tensor, bool]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_to_the_bit_with_the_errors_and_weights_of_each_rank(tmp_path):
     for rank in run_ranks(resumed_and_whole, 2, str(tmp_path)):
         for name, (resumed, whole, differ) in rank.items():

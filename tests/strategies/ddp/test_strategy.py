@@ -273,6 +273,7 @@ def predicted(arguments: dict[str, Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_predictions_are_in_order_for_any_batch_sizes(num_ranks):
     # No batch is a multiple of the ranks, and one pre-batched one is smaller than their number.

@@ -142,6 +142,7 @@ def resumed_and_whole(run_dir):
     return found
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_equal_to_the_bit(tmp_path):
     for found in run_ranks(resumed_and_whole, 2, tmp_path):
         for name, (resumed, whole) in found.items():
@@ -165,6 +166,7 @@ def resumed_elsewhere(saved, run_dir):
     return found
 
 
+@pytest.mark.slow
 def test_on_other_ranks_buffers_and_strategies_the_sum_of_errors_is_kept_by_parameter(tmp_path):
     exact, saved = exact_weights(tmp_path / "single"), tmp_path / "saved"
     before, _ = run_ranks(saved_errors, 2, saved)

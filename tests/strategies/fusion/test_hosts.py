@@ -123,6 +123,7 @@ def bytes_on_this_rank(run_dir):
     return found
 
 
+@pytest.mark.slow
 def test_servers_move_equal_numbers_of_bytes_and_other_ranks_move_none(tmp_path):
     of_ranks = run_ranks(bytes_on_this_rank, 4, tmp_path)
     for shard in (False, True):
@@ -190,6 +191,7 @@ def groups_of_strategies(run_dir):
     return found
 
 
+@pytest.mark.slow
 def test_groups_of_a_strategy_have_its_time_out_and_end_with_it(tmp_path):
     for rank in run_ranks(groups_of_strategies, 4, tmp_path):
         assert {name: limits for name, (limits, _) in rank.items()} == {

@@ -274,6 +274,7 @@ def steps_in_backward(run_dir):
     return found
 
 
+@pytest.mark.slow
 def test_servers_step_in_backward_unless_all_gradients_are_needed_first(tmp_path):
     for found in run_ranks(steps_in_backward, 2, tmp_path):
         assert max(difference for difference, _ in found.values()) < 1e-10
@@ -501,6 +502,7 @@ def test_every_rank_moves_about_the_same_number_of_bytes(tmp_path):
             assert moved == pytest.approx(2 * 2 / 3 * 4 * numel, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_busiest_server_moves_at_most_two_percent_more_than_the_mean(tmp_path):
     of_ranks = run_ranks(bytes_on_this_rank, 4, Lopsided, ("auto",), tmp_path)
     for shard in (False, True):

@@ -34,6 +34,7 @@ def _pipeline():
     return PipelineStrategy(stages=2, device="cpu", accumulate=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_extra_state_of_a_later_stage_is_saved_and_resumed_by_a_pipeline_and_by_one_process(tmp_path, sharded):
     whole = _fit(tmp_path / "whole", SingleStrategy(device="cpu", accumulate=4), 4)

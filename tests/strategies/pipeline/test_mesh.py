@@ -55,6 +55,7 @@ def _weights(placement):
     return place, weights
 
 
+@pytest.mark.slow
 def test_either_placement_trains_to_the_weights_of_one_process():
     single = Training(make(Mlp), SingleStrategy(device="cpu"))
     single.run(step_batches(Mlp, sizes=[4] * 4, num_steps=3))

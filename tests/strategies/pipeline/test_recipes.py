@@ -120,6 +120,7 @@ def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, sched
     assert f"rank {stages - 1}" in timeline and "equal stages" in timeline
 
 
+@pytest.mark.slow
 def test_a_run_under_a_pipeline_goes_on_under_one_process_and_predicts_the_same(tmp_path):
     expected, data, trainer, single = _fit("digits_mlp", SingleStrategy(device="cpu"), tmp_path / "single")
     wanted = trainer.predict(expected, data)

@@ -53,7 +53,9 @@ def _described(graph):
     ]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "EncoderDecoder" else name for name in OWN]
+)
 def test_a_fake_trace_equals_an_eager_trace(name):
     task = OWN[name]()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in task.state_dict(keep_vars=True).items()}
@@ -195,6 +197,7 @@ def test_a_task_on_the_meta_device_trains_to_the_weights_of_one_process():
     assert _trained(ResNet)[0][1] <= 1e-10
 
 
+@pytest.mark.slow
 def test_a_stage_makes_its_own_parameters_only():
     sizes = sum(8 * parameter.numel() for parameter in ResNet().parameters())
 

@@ -486,6 +486,7 @@ def _threads_after_training(times):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_the_process_groups_of_a_pipeline_end_with_it():
     for first, second, third in run_ranks(_threads_after_training, 4, 3):

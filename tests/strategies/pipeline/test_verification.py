@@ -136,6 +136,7 @@ def _num_verified():
     return found
 
 
+@pytest.mark.slow
 def test_the_first_step_is_verified_if_the_task_fits_in_memory():
     for found in run_ranks(_num_verified, num_ranks=2):
         assert found == {"fits": [1], "does not fit": [], "off": [], 0: [], 2: [1, 2]}
