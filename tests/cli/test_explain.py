@@ -72,6 +72,7 @@ def test_a_class_without_docstrings_is_explained_by_the_comment_in_its_file(tmp_
     assert "default  0.5" in shown and "value    0.25, from conf/recipe/mine.yaml:4" in shown
 
 
+@pytest.mark.slow
 def test_the_config_is_yaml_with_the_origin_of_every_value(capsys):
     argv = ["recipe=char_lm", "task.lr=0.5", "+callbacks=early_stopping"]
     assert main(["explain", *argv]) == 0

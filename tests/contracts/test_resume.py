@@ -166,6 +166,7 @@ class Augmented(Dataset):
         return self.inputs[index] + 0.1 * noise, self.targets[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "stop"), [(0, 2), (0, 7), (1, 2), (2, 7)])
 def test_random_augmentation_resumes_with_any_number_of_workers(make_trainer, workers, stop):
     whole, resumed = both_ways(

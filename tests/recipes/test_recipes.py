@@ -75,6 +75,7 @@ def test_an_unknown_size_is_rejected_and_full_changes_nothing(tmp_path):
 ONE_BATCH = ["trainer.limit_validation_batches=1", "trainer.report=false"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_recipe_runs_with_every_callback(recipe, tmp_path):
     argv = [f"recipe={recipe}", *TINY[recipe], "trainer.max_duration=4step", *ONE_BATCH]

@@ -699,6 +699,7 @@ def without_samples_at_first(folder: str) -> float:
     return distance(*tasks)
 
 
+@pytest.mark.slow
 def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
     for apart in run_ranks(without_samples_at_first, 3, str(tmp_path)):
         assert apart < TOLERANCE

@@ -186,6 +186,7 @@ def warnings_of(folder: str, saved: str, resumed: str) -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "resumed", "expected"),
     [

@@ -116,7 +116,11 @@ def trained_on_this_rank(name: str, bucket_cap_mb: float | None, in_backward: bo
 
 @pytest.mark.parametrize(
     ("name", "bucket_cap_mb", "in_backward"),
-    [("perceptron", 0.0005, False), ("perceptron", None, True), ("gpt", 0.001, False)],
+    [
+        ("perceptron", 0.0005, False),
+        pytest.param("perceptron", None, True, marks=pytest.mark.slow),
+        pytest.param("gpt", 0.001, False, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_of_two_hosts_train_to_the_weights_of_one_device(name, bucket_cap_mb, in_backward, tmp_path):
     for difference, same in run_ranks(trained_on_this_rank, 4, name, bucket_cap_mb, in_backward, tmp_path):

@@ -125,7 +125,7 @@ def sums_of_all_types() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
 def test_sums_of_all_types_are_exact_in_rank_order(num_ranks):
     assert run_ranks(sums_of_all_types, num_ranks) == [[]] * num_ranks
 

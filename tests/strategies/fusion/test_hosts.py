@@ -106,6 +106,7 @@ class GradientRecorder(TwoRanksPerHost):
         return super().optimizer_step(phase_optimizer)
 
 
+@pytest.mark.slow
 def test_flags_of_unused_parameters_reach_all_ranks_of_all_hosts(tmp_path):
     found = run_ranks(partly_used, 4, tmp_path)
     for differences, used in found:

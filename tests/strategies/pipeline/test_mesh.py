@@ -82,6 +82,7 @@ def _fitted(folder, width, batch_size):
     return strategy.mesh.grid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "batch_size", "chosen"), [(4, 512, "cluster"), (64, 16, "spread")])
 def test_ranks_are_placed_where_they_send_fewer_bytes_between_hosts(tmp_path, width, batch_size, chosen):
     grids = run_ranks(_fitted, 4, tmp_path / "run", width, batch_size, timeout=400)

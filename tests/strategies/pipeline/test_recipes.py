@@ -96,13 +96,9 @@ def _same(first, second):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stages", "schedule"),
-    [
-        ("char_lm", 2, "1f1b"),
-        pytest.param("digits", 4, "1f1b", marks=pytest.mark.slow),
-        pytest.param("digits_mlp", 2, "gpipe", marks=pytest.mark.slow),
-    ],
+    ("name", "stages", "schedule"), [("char_lm", 2, "1f1b"), ("digits", 4, "1f1b"), ("digits_mlp", 2, "gpipe")]
 )
 def test_a_recipe_has_the_weights_and_metrics_of_one_process(name, stages, schedule, tmp_path):
     expected, _, _, single = _fit(name, SingleStrategy(device="cpu"), tmp_path / "single")

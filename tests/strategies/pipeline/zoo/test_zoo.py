@@ -79,6 +79,7 @@ def test_the_tasks_in_phases_are_known():
     assert {name for name in tasks.EQUAL if has_phases(make(tasks.TASKS[name]))} == tasks.IN_PHASES
 
 
+@pytest.mark.slow
 @_WARNS
 @pytest.mark.parametrize("name", CHAINS)
 def test_pieces_one_behind_the_other_train_in_four_stages_as_in_one(name):
