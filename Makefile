@@ -6,7 +6,7 @@ TRAIN_READY := $(VENV)/.train-ready
 READY := $(VENV)/.ready
 ARGS ?=
 # Tests of a file share fixtures, and so a worker. Most wait for processes, so that more workers than cores are quicker. `make test WORKERS=0`: one after the other.
-WORKERS ?= 4
+WORKERS ?= 3
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --no-build-isolation -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
