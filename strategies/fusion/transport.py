@@ -128,7 +128,7 @@ class ServerGroups:
     """This rank's index in the groups."""
     world_size: int
     messages: dist.ProcessGroup | None
-    """Sends gradients to the servers, and sums or weights from them; tags tell them apart."""
+    """Sends gradients, sums and weights round the ring of servers; tags tell them apart."""
     flags: dist.ProcessGroup | None
 
 
