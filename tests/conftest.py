@@ -26,14 +26,21 @@ hypothesis.settings.load_profile("trainkit")
 MakeTrainer = Callable[..., Trainer]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Search for no garbage: imports leave none, and what they have made stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with slow tests first: each file runs in one worker, and a long one at the end would run alone."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what collecting has imported is not searched for garbage in every test and at the end
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,10 +51,16 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:  # one of many tests will need it, and would wait for its imports
-        used = ["callbacks.model_summary", "loggers.tensorboard", "report.run_report", "strategies.torch_ddp"]
+        used = [
+            "cli.compose",
+            "callbacks.model_summary",
+            "loggers.tensorboard",
+            "report.run_report",
+            "strategies.torch_ddp",
+        ]
         used += [f"strategies.{name}.strategy" for name in ("ddp", "fsdp", "fusion", "pipeline")]
-        preload = ["pytest", "trainkit.testing", "yaml", "transformers.models", *(f"trainkit.{name}" for name in used)]
-        start_fork_server(preload=preload)
+        preload = ["pytest", "hypothesis", "trainkit.testing", "torch.distributed.checkpoint", "transformers.models"]
+        start_fork_server(preload=[*preload, *(f"trainkit.{name}" for name in used)])
 
 
 @pytest.fixture(autouse=True)

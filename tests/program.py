@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trainkit.distributed.fork_server import FORK_SERVER_BLOCKS, start_fork_server
+from trainkit.distributed.fork_server import begin_forked_process, start_fork_server
 
 PATIENCE = 600
 """Seconds after which something has hung, and is not slow because the machine is busy."""
@@ -97,7 +97,7 @@ def _run(
     environment: Mapping[str, str],
     start_method: str | None,
 ) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORK_SERVER_BLOCKS)
+    begin_forked_process()
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream.fileno(), number)

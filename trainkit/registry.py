@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module, resources
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 from trainkit.errors import UserError, nearest
@@ -70,6 +70,11 @@ def _files(group: str) -> dict[str, Any]:
     return {f.name.removesuffix(".yaml"): f for f in folder.iterdir() if f.name.endswith(".yaml")}
 
 
+def _points(group: str) -> EntryPoints:
+    points: EntryPoints = _all_points().select(group=f"trainkit.{_PLUGIN_GROUPS.get(group)}")
+    return points
+
+
 @cache
-def _points(group: str) -> list[EntryPoint]:
-    return list(entry_points(group=f"trainkit.{_PLUGIN_GROUPS[group]}")) if group in _PLUGIN_GROUPS else []
+def _all_points() -> Any:  # has `select`, but another class in each Python
+    return entry_points()

@@ -89,7 +89,7 @@ class GlooExchange(ShardTransport):
         """Use these flat tensors as buffers; the first `summed` elements of each are summed."""
         self.flats, self.flags, self.weight_sets, self.active_set = flats, flags, weight_sets, 0
         self._chunks = [
-            split_into_chunks(numel, max(1, self.settings.chunk_bytes // flat.dtype.itemsize))
+            split_into_chunks(numel, self.world_size * max(1, self.settings.message_bytes // flat.dtype.itemsize))
             for numel, flat in zip(summed, flats, strict=True)
         ]
 
@@ -299,7 +299,9 @@ class ChunkTransfer(RingTransfer):
             add_loss(self.error, chunk, self.sent)
         self._shards = self.sent.split(self.sizes)
         num_others = exchange.world_size - 1
-        received = [torch.empty_like(self._shards[self._index(hop)]) for hop in range(num_others)]
+        indices = [self._index(hop) for hop in range(num_others)]
+        sizes = [self.sizes[index] for index in indices]
+        received = list(self.sent.new_empty(sum(sizes)).split(sizes))
         if not exchange.settings.sharded:  # sums replace the gradients, which have been sent by then
             received += [self._shards[self._index(hop)] for hop in range(num_others, 2 * num_others)]
         self.announce(received)
@@ -320,15 +322,17 @@ class ChunkTransfer(RingTransfer):
             return received  # a sum
         index = self._index(hop)
         own = self._shards[index]
-        total = ordered_sum([received, own])
         if index == exchange.rank and exchange.settings.sharded:
+            total = ordered_sum([received, own])
             self.chunk.split(self.sizes)[index].copy_(total)
             return total
         rounded = own if index == exchange.rank else received
+        if self.error is None:
+            return torch.add(received, own, out=rounded)  # which adds in float32
+        total = ordered_sum([received, own])
         rounded.copy_(total)
-        if self.error is not None:
-            first = sum(self.sizes[:index])
-            add_loss(self.error[first : first + len(own)], total, rounded)
+        first = sum(self.sizes[:index])
+        add_loss(self.error[first : first + len(own)], total, rounded)
         return rounded
 
     def _index(self, hop: int) -> int:

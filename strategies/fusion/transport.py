@@ -21,8 +21,8 @@ from .host_copy import Event, HostCopier
 class FusionSettings:
     """Settings of the reduction of fusion buffers."""
 
-    chunk_bytes: int
-    """Largest piece of a buffer that is sent at once."""
+    message_bytes: int
+    """Largest shard of a chunk: a chunk has one for each server."""
     max_in_flight: int
     """Chunks of an exchange that are in flight at once; bounds the memory of their copies."""
     reduce_dtype: torch.dtype | None

@@ -54,6 +54,34 @@ def test_an_interrupt_during_the_imports_of_the_server_reaches_its_caller_alone(
     assert (ended.stdout, ended.stderr) == ("0\n", "")
 
 
+LIBRARY = """
+import weakref
+
+class Device: pass
+
+device = Device()
+weakref.finalize(device, print, "closed")
+"""
+USES_LIBRARY = """
+from functools import partial
+from trainkit.distributed.fork_server import start_fork_server
+from trainkit.distributed.launcher import run_processes
+
+use = "import library, weakref; weakref.finalize(library.device, print, 'used')"
+if __name__ == "__main__":
+    start_fork_server(preload=["library"])
+    run_processes([partial(exec, use)], patience=0.0)
+"""
+
+
+@pytest.mark.slow
+def test_the_end_of_a_rank_finalizes_its_own_objects_and_not_those_of_the_server(tmp_path):
+    (tmp_path / "library.py").write_text(LIBRARY)
+    command, environment = [sys.executable, "-c", USES_LIBRARY], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert (ended.stdout, ended.stderr) == ("used\n", "")
+
+
 def handles_interrupts():
     return signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

@@ -6,9 +6,11 @@ Without torch, so that the command line can start the server before this process
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +19,16 @@ PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "trainkit.loops.work
 """Modules that the server imports; torch._dynamo is what an optimizer's first step imports."""
 FORK_SERVER_BLOCKS = (signal.SIGINT,)
 """Signals that the server blocks, so that Ctrl-C does not interrupt its imports; forked processes unblock them."""
+
+
+def begin_forked_process() -> None:
+    """Let this process of the server receive signals, and leave alone what it has inherited.
+
+    Objects from before the fork are neither searched for garbage nor finalized, which would copy their memory.
+    """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORK_SERVER_BLOCKS)
+    gc.freeze()
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined] # else atexit ends libraries that the server uses
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> Any:

@@ -12,7 +12,6 @@ no thread, lock or CUDA context of the caller, and the command line is not run a
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import math
 import multiprocessing
@@ -38,7 +37,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported at run time
 
 from trainkit.distributed.failure_store import GONE, RankError
-from trainkit.distributed.fork_server import FORK_SERVER_BLOCKS, start_fork_server
+from trainkit.distributed.fork_server import begin_forked_process, start_fork_server
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
@@ -333,8 +332,7 @@ def _run_process(
 
     `output` becomes standard output and standard error; data workers are started by the caller's `start_method`.
     """
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORK_SERVER_BLOCKS)
-    gc.freeze()  # what was imported before the fork is not searched for garbage, so that its memory stays shared
+    begin_forked_process()
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     threading.Thread(target=_exit_with_caller, daemon=True).start()
     multiprocessing.set_start_method(start_method, force=True)  # not the one that started this rank

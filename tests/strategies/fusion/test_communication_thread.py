@@ -44,7 +44,7 @@ class FakeTransport(ShardTransport):
     """Completes buffers when the test sets `has_arrived`; records the threads that call it."""
 
     name = "fake"
-    settings = FusionSettings(chunk_bytes=1, max_in_flight=1, reduce_dtype=None, sharded=False)
+    settings = FusionSettings(message_bytes=1, max_in_flight=1, reduce_dtype=None, sharded=False)
     has_arrived, error, is_closed = False, None, False
     waited_on = started_on = None
 

@@ -80,7 +80,7 @@ def exchange(network, all_reduce, monkeypatch):
         failure_store=Silent(),
         device=torch.device("cpu"),
         timeout_seconds=20.0,
-        settings=FusionSettings(chunk_bytes=8, max_in_flight=1, reduce_dtype=None, sharded=True),
+        settings=FusionSettings(message_bytes=4, max_in_flight=1, reduce_dtype=None, sharded=True),
         num_gradients=partial(list, (2 * NUM_CHUNKS, 2)),
     )
     opened.allocate([(2 * NUM_CHUNKS + 1, torch.float32), (3, torch.float32)])  # a flag follows the gradients
