@@ -185,14 +185,14 @@ def test_parts_of_a_package_are_found_by_the_entry_points_that_are_shown(
         found = ModuleType(module)
         monkeypatch.setattr(found, name, page[name], raising=False)
         monkeypatch.setitem(sys.modules, module, found)  # the package's own name is not needed
-    registry._points.cache_clear()
+    registry._all_points.cache_clear()
     try:
         made = registry.make("strategy", "timed"), registry.make("callbacks", "stop_at_weight", {"limit": 1.0})
         assert [type(part) for part in (*made, registry.make("logger", "remember"))] == [
             page[name] for name in ("Timed", "StopAtWeight", "Remember")
         ]
     finally:
-        registry._points.cache_clear()
+        registry._all_points.cache_clear()
 
 
 @pytest.fixture(scope="module")
