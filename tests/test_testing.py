@@ -3,12 +3,15 @@
 import os
 import time
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.program import PATIENCE, is_running, wait_until
+from trainkit.distributed import launcher
+from trainkit.distributed.collectives import gather
 from trainkit.testing import RankFailure, rank_outcomes, run_ranks
 
 
@@ -35,20 +38,28 @@ def test_the_first_failure_is_raised_with_its_traceback():
 
 
 def waiting(folder):
-    (Path(folder) / str(os.getpid())).touch()
-    time.sleep(600 if dist.get_rank() else 0)
+    pids = gather(os.getpid(), dist.group.WORLD)
+    if dist.get_rank() == 1:
+        wait_until(lambda: not is_running(pids[0]))
+        (folder / "pids").write_text(f"{pids[0]} {pids[1]}")
+        time.sleep(PATIENCE)
 
 
-def test_ranks_that_do_not_end_in_time_show_where_they_are_and_are_killed(tmp_path, capfd):
-    run_ranks(what_a_rank_sees, 2, 10)  # the server that forks ranks imports torch at its first
-    start = time.monotonic()
-    run_ranks(what_a_rank_sees, 2, 10)
-    first, second = rank_outcomes(waiting, 2, str(tmp_path), timeout=10 * (time.monotonic() - start))
+def test_ranks_that_do_not_end_in_time_show_where_they_are_and_are_killed(tmp_path, capfd, monkeypatch):
+    looks = []
+
+    def monotonic():
+        """Time passes once the first rank has ended and the caller has looked for that."""
+        looks.append((tmp_path / "pids").exists())
+        return 1000.0 if sum(looks) > 1 else 0.0
+
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=monotonic))
+    first, second = rank_outcomes(waiting, 2, tmp_path, timeout=999.0)
     assert first.failure is None and "had not ended" in second.failure
     stacks = capfd.readouterr().err
-    assert stacks.count("Timeout (") == 1 and "in waiting" in stacks
-    pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert stacks.count("Fatal Python error: Aborted") == 1 and "in waiting" in stacks
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2 and not any(is_running(int(pid)) for pid in pids)
 
 
 def killed():

@@ -28,9 +28,6 @@ from trainkit.parity.compare import assert_resume_exact, assert_strategies_equal
 __all__ = ["Outcome", "RankFailure", "assert_resume_exact", "assert_strategies_equal", "rank_outcomes", "run_ranks"]
 
 
-STACKS_AFTER = 0.9  # of the time limit
-
-
 class RankFailure(AssertionError):
     """A rank raised, died or ran out of time; the message holds its traceback."""
 
@@ -45,8 +42,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
         fn: The function.
         num_ranks: Number of processes.
         args: Its arguments, which are pickled.
-        timeout: Seconds until the ranks are killed. Before, ranks that are still running write the stacks of their
-            threads to standard error.
+        timeout: Seconds until the ranks are ended. Those that are still running then write the stacks of their threads
+            to standard error.
 
     Raises:
         RankFailure: A rank raised, died or ran out of time.
@@ -99,7 +96,7 @@ class _Call:
 def _run_rank(call: _Call, rank: int, num_ranks: int, join: Callable[[], Store], limit: timedelta) -> Any:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(STACKS_AFTER * limit.total_seconds())
+    faulthandler.enable()  # a rank that runs out of time is aborted
     dist.init_process_group("gloo", store=join(), rank=rank, world_size=num_ranks, timeout=limit)
     dist.barrier()  # a rank that ended before all are connected would fail the others
     return call.run()

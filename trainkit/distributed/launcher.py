@@ -47,6 +47,7 @@ from trainkit.signals import ALWAYS
 T = TypeVar("T")
 
 POLL_SECONDS = 0.02  # between two checks for signals to forward
+ABORT_SECONDS = 60.0  # that an aborted rank has to write the stacks of its threads
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves after the first failure
 
 
@@ -188,7 +189,7 @@ def run_processes(
     Args:
         calls: Picklable functions without arguments, one for each rank.
         patience: Seconds that the other ranks have to end after a first failure.
-        timeout: Seconds that all ranks have.
+        timeout: Seconds that all ranks have. Those that have not ended then are aborted, so that they can write stacks.
         received: Signals that this process has received, to which a handler adds; they are forwarded to every rank.
 
     """
@@ -241,6 +242,7 @@ def _collect(
         with suppress(EOFError):  # the process has died
             outcomes[rank] = pickle.loads(receiver.recv_bytes())
 
+    limit = deadline
     while running and time.monotonic() < deadline:
         for number in received[num_forwarded:]:
             num_forwarded += 1
@@ -260,11 +262,22 @@ def _collect(
         if any(outcome.failure for outcome in outcomes):
             deadline = min(deadline, time.monotonic() + patience)
             patience = math.inf
+    if time.monotonic() >= limit:
+        _abort([processes[rank] for rank in running.values()])
     for rank in running.values():
         if not outcomes[rank].seconds:
             text = f"rank {rank} had not ended when the others were stopped or time was up"
             outcomes[rank] = replace(outcomes[rank], failure=text, seconds=time.monotonic(), is_consequence=True)
     return outcomes
+
+
+def _abort(processes: Sequence[Any]) -> None:
+    """Abort processes; those in which `faulthandler` is enabled write the stacks of their threads."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGABRT)
+    for process in processes:
+        process.join(ABORT_SECONDS)
 
 
 def _died(rank: int, process: Any) -> Outcome:
