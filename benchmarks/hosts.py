@@ -4,7 +4,9 @@
       host 1  |eth0 ==rate==== bridge
       host 2  |eth0 ==rate==/
 
-They need root, `unshare`, `ip` and `tc`, and end with the process that started them, however it ends.
+They need root, `unshare`, `ip` and `tc`, and end with the process that started them, however it ends. Their congestion
+control is that of TCP Reno, which every Linux has, whatever this machine's: BBR slows a connection down for 0.2 s every
+10 s to measure the path.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ read go
 ip link set lo up
 ip addr add 10.77.0.{number}/24 dev eth0
 ip link set eth0 up
+echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 tc qdisc add dev eth0 root tbf {limit}
 export MASTER_ADDR=10.77.0.1 MASTER_PORT={port} WORLD_SIZE={world_size} GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1
 export LOCAL_WORLD_SIZE={ranks} LOCAL_RANK=0 FIRST_RANK=$(({host} * {ranks})) RANK=$(({host} * {ranks}))

@@ -11,8 +11,10 @@ step. `wire` sends over plain sockets what every host must send at least, 2 (H-1
 Times are medians of the slowest rank; bytes are those of the host that sends most, counted by its network device,
 without the headers of Ethernet, IP and TCP. Processor time (CPU s) is that of all ranks together.
 
-`alone` trains on each rank without the others, so that its time over another's is the share of linear scaling. Hosts
-share the cores of this machine; so layers of the model `waits` wait, as for a device that each host has to itself.
+`alone` trains on each rank without the others, so that its time over another's is the share of linear scaling.
+Backward cannot hide what comes before its first gradient and after its last one: with the least time and its headers
+that is the floor of the others. Hosts share the cores of this machine; so layers of the model `waits` wait, as for a
+device that each host has to itself.
 
 `pipeline` has one stage on each host, and replicas of it on the ranks of the host, so that activations alone go between
 hosts; `pipeline ahead` has more micro-batches in flight. Their rows have the idle share of the ranks beside that of the
@@ -74,6 +76,7 @@ DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
 LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0, "waits": 10.0}
 WARM_UP = 2
 HEADER_BYTES = 14 + 20 + 32  # of a packet, which a network device counts
+PAYLOAD_BYTES = 1500 - 20 - 32  # of a packet, at most
 
 # ---- Ranks
 
@@ -145,6 +148,29 @@ class Wire:
         thread.join()
 
 
+class Alone(Runner):
+    """A copy of the task that trains on these inputs on one device, without other ranks."""
+
+    def __init__(self, task: Model, inputs: Tensor) -> None:
+        super().__init__(SingleStrategy(device="cpu"), task, num_samples=len(inputs))
+        self.step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs), len(inputs), False)
+        self.unhidden: list[float] = []
+        self._gradients_at: list[float] = []
+        for parameter in self.task.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: self._gradients_at.append(time.perf_counter()))
+
+    def step(self) -> None:
+        """Make one step, and note how much of it is before its first gradient or after the last one."""
+        self._gradients_at.clear()
+        began = time.perf_counter()
+        super().step()
+        self.unhidden.append(time.perf_counter() - began - (self._gradients_at[-1] - self._gradients_at[0]))
+
+    def figures(self) -> dict[str, float]:
+        """Return the seconds of a step that no communication can share."""
+        return {"unhidden": statistics.median(self.unhidden[WARM_UP:])}
+
+
 class Pipeline(Runner):
     """A pipeline with one stage on each host, which trains on the inputs of all ranks."""
 
@@ -195,13 +221,6 @@ def payload_sent() -> int:
     return sent - HEADER_BYTES * packets
 
 
-def on_one_device(task: Model, inputs: Tensor) -> Runner:
-    """Return a runner with a copy of the task that trains on these inputs without other ranks."""
-    runner = Runner(SingleStrategy(device="cpu"), task, num_samples=len(inputs))
-    runner.step_batch = StepBatch([MicroBatch([inputs], len(inputs))], len(inputs), len(inputs), False)
-    return runner
-
-
 def on_ranks(name: str, task: Model, everything: Tensor, own: Tensor) -> Runner:
     """Return a contender with its copy of the task, ready to train on the inputs of all ranks. Collective."""
     if name in (PIPELINE, PIPELINE_AHEAD):
@@ -213,7 +232,7 @@ def on_ranks(name: str, task: Model, everything: Tensor, own: Tensor) -> Runner:
 
 def trained_alone(task: Model, inputs: Tensor, *, num_steps: int) -> Model:
     """Return a copy of the task, trained on one device."""
-    runner = on_one_device(task, inputs)
+    runner = Alone(task, inputs)
     for _ in range(num_steps):
         runner.step()
     return runner.task
@@ -232,12 +251,14 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
     everything = torch.empty(world_size * len(inputs), *inputs.shape[1:], dtype=inputs.dtype)
     dist.all_gather_into_tensor(everything, inputs)
     runners: dict[str, Runner] = {}
+    alone: Alone | None = None
     steps: dict[str, Callable[[], object]] = {}
     for name in names:
         if name == WIRE:
             steps[name] = Wire(num_bytes).step
         elif name == ALONE:
-            steps[name] = on_one_device(task, inputs).step
+            alone = Alone(task, inputs)
+            steps[name] = alone.step
         else:
             runners[name] = on_ranks(name, task, everything, inputs)
             steps[name] = runners[name].step
@@ -263,6 +284,8 @@ def measure(names: Sequence[str], model: str, rounds: int) -> dict[str, Any]:
                 processor[name].append(of_ranks[:, 1].sum().item())
                 sent[name].append(of_ranks[::ranks, 0])  # ranks of a host count on the same device
     figures = {name: runner.figures() for name, runner in runners.items() if isinstance(runner, Pipeline)}
+    if alone is not None:
+        figures[ALONE] = alone.figures()
     for runner in runners.values():
         runner.strategy.final_state_dict(runner.task)  # which is whole afterwards
     single = trained_alone(task, everything, num_steps=WARM_UP + rounds if rank == 0 else 0)
@@ -324,9 +347,10 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
     print(f"{title}: {least / 1e6:.1f} MB in {wire:.3f} s at least")
     print(
         f"  {'contender':<16}{'s a step':>9}{'quartiles':>18}{'x least':>9}{'x stock':>9}{'MB sent':>9}{'x least':>9}"
-        f"{'CPU s':>8}{'linear':>8}"
+        f"{'CPU s':>8}{'linear':>8}{'x floor':>9}"
     )
     rows = found["contenders"]
+    floor = wire * (1 + HEADER_BYTES / PAYLOAD_BYTES) + rows.get(ALONE, {}).get("unhidden", 0.0)
     medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
     for name, row in rows.items():
         if name in (PIPELINE, PIPELINE_AHEAD):
@@ -334,12 +358,14 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
             continue
         low, _, high = statistics.quantiles(row["seconds"], n=4)
         to_stock = f"{medians[name] / medians['torch_ddp']:.2f}" if "torch_ddp" in medians else ""
-        linear = f"{medians[ALONE] / medians[name]:.3f}" if ALONE in medians and name != WIRE else ""
+        is_trained = ALONE in medians and name != WIRE
+        linear = f"{medians[ALONE] / medians[name]:.3f}" if is_trained else ""
+        to_floor = f"{medians[name] / floor:.2f}" if is_trained and name != ALONE else ""
         most = max(row["bytes"])
         quartiles = f"[{low:.3f}, {high:.3f}]"
         print(
             f"  {name:<16}{medians[name]:>9.3f}{quartiles:>18}{medians[name] / wire:>9.2f}{to_stock:>9}"
-            f"{most / 1e6:>9.2f}{most / least:>9.3f}{row['processor_seconds']:>8.2f}{linear:>8}"
+            f"{most / 1e6:>9.2f}{most / least:>9.3f}{row['processor_seconds']:>8.2f}{linear:>8}{to_floor:>9}"
         )
 
 
