@@ -7,11 +7,13 @@
 
 Each server sends to the next one, and sums what it receives with its own: shard i (above a, b, c) is complete on server
 i, and then goes round once more (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"). So no two servers
-send to the same one, where they would wait for each other, and every link is busy in both directions.
+send to the same one, where they would wait for each other, and every link is busy in both directions. gloo's all-reduce
+does this for a whole chunk. Its hops are made here where something happens on the way: a sharded optimizer keeps the
+sums on their servers, and error feedback keeps what each hop rounds.
 
 Chunks are launched in the same order on every server, at most `max_in_flight` at a time; the others wait in their
-buffers, so backward never waits for a chunk. A launch announces all that the chunk will receive, before anything of it
-is sent. Transfers advance only in calls to `progress`.
+buffers, so backward never waits for a chunk. The launch of a ring announces all that the chunk will receive, before
+anything of it is sent. Transfers advance only in calls to `progress`.
 """
 
 from __future__ import annotations
@@ -200,7 +202,11 @@ class GlooExchange(ShardTransport):
             while self._queued and len(self._in_flight) < self.settings.max_in_flight:
                 self._in_flight.append(self._queued.popleft())
                 self._in_flight[-1].launch()
-            self._in_flight = [transfer for transfer in self._in_flight if not transfer.advance()]
+            for transfer in self._in_flight:
+                transfer.advance()
+                if not transfer.is_sent:
+                    break  # chunks that servers sent in different orders would be added up wrongly
+            self._in_flight = [transfer for transfer in self._in_flight if not transfer.is_complete]
             if not self._queued or len(self._in_flight) == self.settings.max_in_flight:
                 return
 
@@ -268,53 +274,27 @@ class RingTransfer:
         return 2 * ((hops * self.number + hop) % _NUM_TAGS) + self.kind
 
 
-class ChunkTransfer(RingTransfer):
-    """The transfer of one chunk to the servers and back: copy to the host, sum on the way, return."""
+class ReduceRing(RingTransfer):
+    """The sums of a chunk's shards, each complete on its server or, unless settings are sharded, on all of them."""
 
     def __init__(
-        self,
-        exchange: GlooExchange,
-        buffer: int,
-        chunk: Tensor,
-        ready: Event,
-        where: str,
-        *,
-        error: Tensor | None,
+        self, exchange: GlooExchange, chunk: Tensor, sent: Tensor, where: str, *, error: Tensor | None
     ) -> None:
+        """Take what is `sent` of the chunk, and announce what is received; `error` takes what rounding loses."""
         super().__init__(exchange, _SUM, where)
-        self.buffer, self.chunk, self.ready = buffer, chunk, ready
-        self.error = error  # what rounding loses of the chunk on this rank, None without error feedback
-        self.sizes = equal_shards(len(chunk), exchange.world_size)
-        self.is_sent = False
-        self.sent = chunk
-        self.copy: Event = None  # to the host
-
-    def launch(self) -> None:
-        """Announce what is received, and copy the chunk to host memory in the reduce dtype if it is elsewhere."""
-        exchange, chunk = self.exchange, self.chunk
-        dtype = exchange.reduce_dtype_of(chunk.dtype)
-        if chunk.device.type != "cpu" or dtype != chunk.dtype:
-            self.sent = exchange.copier.empty(len(chunk), dtype)
-            self.copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
-            add_loss(self.error, chunk, self.sent)
-        self._shards = self.sent.split(self.sizes)
+        self.chunk, self.error, self.sizes = chunk, error, equal_shards(len(chunk), exchange.world_size)
+        self._shards = sent.split(self.sizes)
         num_others = exchange.world_size - 1
         indices = [self._index(hop) for hop in range(num_others)]
         sizes = [self.sizes[index] for index in indices]
-        received = list(self.sent.new_empty(sum(sizes)).split(sizes))
+        received = list(sent.new_empty(sum(sizes)).split(sizes))
         if not exchange.settings.sharded:  # sums replace the gradients, which have been sent by then
             received += [self._shards[self._index(hop)] for hop in range(num_others, 2 * num_others)]
         self.announce(received)
 
-    def advance(self) -> bool:
-        if not self.is_sent and (self.copy is None or self.copy.query()):
-            self.copy, self.is_sent = None, True
-            self.send(self._shards[self._index(-1)])
-        if not self.is_complete and super().advance():
-            exchange = self.exchange
-            if not exchange.settings.sharded and self.sent is not self.chunk:
-                exchange.copy_to_device(self.buffer, self.sent, self.chunk)
-        return self.is_complete
+    def start(self) -> None:
+        """Send the first shard, once the chunk is in host memory."""
+        self.send(self._shards[self._index(-1)])
 
     def arrive(self, hop: int, received: Tensor) -> Tensor:
         exchange = self.exchange
@@ -340,10 +320,78 @@ class ChunkTransfer(RingTransfer):
         return (self.exchange.rank - 2 - hop) % self.exchange.world_size
 
 
+class AllReduce:
+    """The sum of a chunk on all servers, by gloo."""
+
+    def __init__(self, exchange: GlooExchange, sent: Tensor, where: str) -> None:
+        self.exchange, self.sent, self.where = exchange, sent, where
+        self._work: WatchedWork | None = None
+
+    def start(self) -> None:
+        """Start to sum, once the chunk is in host memory."""
+        work = dist.all_reduce(self.sent, group=self.exchange.groups.messages, async_op=True)
+        assert work is not None
+        self._work = self.exchange.with_timeout(self.exchange.arrivals.watch([work]), self.where)
+
+    def advance(self) -> bool:
+        """Return True if the sum is complete."""
+        if self._work is None or not self._work.is_done():
+            return False
+        self._work.wait()
+        return True
+
+
+class ChunkTransfer:
+    """The transfer of one chunk to the servers and back: copy to the host, sum on the way, return."""
+
+    def __init__(
+        self,
+        exchange: GlooExchange,
+        buffer: int,
+        chunk: Tensor,
+        ready: Event,
+        where: str,
+        *,
+        error: Tensor | None,
+    ) -> None:
+        self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
+        self.error = error  # what rounding loses of the chunk on this rank, None without error feedback
+        self.is_sent = self.is_complete = False
+        self.sent = chunk
+        self.copy: Event = None  # to the host
+        self._sum: ReduceRing | AllReduce | None = None
+
+    def launch(self) -> None:
+        """Copy the chunk to host memory in the reduce dtype if it is elsewhere, and announce what is received."""
+        exchange, chunk = self.exchange, self.chunk
+        dtype = exchange.reduce_dtype_of(chunk.dtype)
+        if chunk.device.type != "cpu" or dtype != chunk.dtype:
+            self.sent = exchange.copier.empty(len(chunk), dtype)
+            self.copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
+            add_loss(self.error, chunk, self.sent)
+        if exchange.settings.sharded or self.error is not None:
+            self._sum = ReduceRing(exchange, chunk, self.sent, self.where, error=self.error)
+        else:
+            self._sum = AllReduce(exchange, self.sent, self.where)
+
+    def advance(self) -> bool:
+        """Advance as far as possible without waiting; return True if the transfer is complete."""
+        assert self._sum is not None
+        if not self.is_sent and (self.copy is None or self.copy.query()):
+            self.copy, self.is_sent = None, True
+            self._sum.start()
+        if not self.is_complete and self._sum.advance():
+            self.is_complete = True
+            exchange = self.exchange
+            if not exchange.settings.sharded and self.sent is not self.chunk:
+                exchange.copy_to_device(self.buffer, self.sent, self.chunk)
+        return self.is_complete
+
+
 class GatherWork:
     """The exchange of the next weights of one buffer."""
 
-    def __init__(self, exchange: GlooExchange, transfers: Sequence[RingTransfer], where: str) -> None:
+    def __init__(self, exchange: GlooExchange, transfers: Sequence[RingTransfer | ChunkTransfer], where: str) -> None:
         self.exchange, self.transfers, self.where = exchange, transfers, where
         self.finished_at: float | None = None
 

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 Servers = Literal["rank", "host"]
 
 MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the memory of a second set
-_LARGEST_MESSAGE = MIB // 4  # more of them take processor time; fewer leave links idle
+_LARGEST_MESSAGE = MIB // 4  # of a ring: more of them take processor time; fewer leave links idle
+_LARGEST_SHARD = MIB  # that gloo divides into messages
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
 _REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,8 +62,9 @@ class FusionStrategy(DDPStrategy):
     Arguments that are not listed are those of DDPStrategy.
 
     Args:
-        buffer_mb: Size of a buffer in MiB, sent through gloo in messages of at most a quarter of a MiB; `None`: 4, and
-            between hosts a sixteenth of the gradients, from 1 to 4.
+        buffer_mb: Size of a buffer in MiB, sent through gloo in chunks of at most 1 MiB for each server (a quarter of
+            it with `shard_optimizer` or `error_feedback`); `None`: 4, and between hosts a sixteenth of the gradients,
+            from 1 to 4.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
         reduce_dtype: Dtype in which gradients and sums are sent: their own (`None`), `bf16` or `fp16`; they are added
@@ -157,7 +159,7 @@ class FusionStrategy(DDPStrategy):
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
         self.fusion_settings = FusionSettings(
-            _LARGEST_MESSAGE,
+            _LARGEST_MESSAGE if shard_optimizer or error_feedback else _LARGEST_SHARD,
             max_in_flight,
             _REDUCE_DTYPES[reduce_dtype],
             shard_optimizer,

@@ -22,7 +22,7 @@ class FusionSettings:
     """Settings of the reduction of fusion buffers."""
 
     message_bytes: int
-    """Largest shard of a chunk: a chunk has one for each server."""
+    """Most bytes of a chunk for each server."""
     max_in_flight: int
     """Chunks of an exchange that are in flight at once; bounds the memory of their copies."""
     reduce_dtype: torch.dtype | None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.fusion import exchange as exchange_module
 from trainkit.strategies.fusion.exchange import GlooExchange
+from trainkit.strategies.fusion.host_copy import HostCopier
 from trainkit.strategies.fusion.point_to_point import Messages
 from trainkit.strategies.fusion.transport import FusionSettings, ServerGroups
 
@@ -69,20 +71,25 @@ def all_reduce():
     return AllReduce()
 
 
-@pytest.fixture
-def exchange(network, all_reduce, monkeypatch):
-    """An exchange of the first of two ranks, with a buffer of `NUM_CHUNKS` chunks and one of a single chunk."""
-    for name in ("send", "receive"):
-        monkeypatch.setattr(exchange_module, name, lambda tensor, group, **settings: [])
-    monkeypatch.setattr(dist, "all_reduce", lambda *args, **settings: all_reduce)
-    opened = GlooExchange(
+def open_first_of_two(**settings):
+    """Return the exchange of the first of two ranks, whose chunks have two elements."""
+    return GlooExchange(
         ServerGroups(rank=0, world_size=2, messages=None, flags=None),
         failure_store=Silent(),
         device=torch.device("cpu"),
         timeout_seconds=20.0,
-        settings=FusionSettings(message_bytes=4, max_in_flight=1, reduce_dtype=None, sharded=True),
+        settings=FusionSettings(message_bytes=4, **settings),
         num_gradients=partial(list, (2 * NUM_CHUNKS, 2)),
     )
+
+
+@pytest.fixture
+def exchange(network, all_reduce, monkeypatch):
+    """An exchange with a sharded optimizer, a buffer of `NUM_CHUNKS` chunks and one of a single chunk."""
+    for name in ("send", "receive"):
+        monkeypatch.setattr(exchange_module, name, lambda tensor, group, **settings: [])
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **settings: all_reduce)
+    opened = open_first_of_two(max_in_flight=1, reduce_dtype=None, sharded=True)
     opened.allocate([(2 * NUM_CHUNKS + 1, torch.float32), (3, torch.float32)])  # a flag follows the gradients
     opened.arrivals = opened.returns = network
     yield opened
@@ -107,3 +114,36 @@ def test_flags_that_become_known_while_chunks_of_the_next_buffer_are_under_way_a
     known.start()
     first.wait()
     assert first.is_done()
+
+
+class Copies(HostCopier):
+    """Copies to the host of which the first has not ended."""
+
+    def __init__(self):
+        self.ended = [False, True, True, True]
+        self.started = 0
+
+    def to_host(self, source, target, *, after):
+        target.copy_(source)
+        number, self.started = self.started, self.started + 1
+        return SimpleNamespace(query=lambda: self.ended[number])
+
+
+def test_chunks_are_summed_in_their_order_whichever_is_copied_to_the_host_first(network, all_reduce, monkeypatch):
+    summed = []
+
+    def record(tensor, **settings):
+        summed.append(tensor.tolist())
+        return all_reduce
+
+    monkeypatch.setattr(dist, "all_reduce", record)
+    exchange = open_first_of_two(max_in_flight=2, reduce_dtype=torch.bfloat16, sharded=False)
+    exchange.copier, exchange.arrivals = Copies(), network
+    flat, _ = exchange.allocate([(8, torch.float32), (2, torch.float32)])  # the first has four chunks
+    flat.copy_(torch.arange(8.0))
+    exchange.start(0, where="the buffer")
+    assert summed == [], "the first chunk is not copied yet"
+    exchange.copier.ended[0] = True
+    exchange.progress()
+    assert summed == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    exchange.close()

@@ -348,7 +348,7 @@ def calls_of_each_chunk():
             return original(tensor, group, tag=tag, **peer)
 
         setattr(exchange_module, name, recorded)
-    exchange = open_exchange(FusionSettings(message_bytes=200, max_in_flight=2, reduce_dtype=None, sharded=False))
+    exchange = open_exchange(FusionSettings(message_bytes=200, max_in_flight=2, reduce_dtype=None, sharded=True))
     exchange.allocate([(1000, torch.float32)])
     exchange.start(0, where="the test").wait()
     exchange.close()
@@ -360,7 +360,7 @@ def test_a_server_announces_what_it_receives_of_a_chunk_before_it_sends_and_send
     for rank, calls in enumerate(run_ranks(calls_of_each_chunk, num_ranks)):
         assert len(calls) == -(-1000 // (50 * num_ranks)), "50 numbers for each server"
         receives, sends = ("receive", (rank - 1) % num_ranks), ("send", (rank + 1) % num_ranks)
-        hops = 2 * (num_ranks - 1)
+        hops = num_ranks - 1
         assert all(of_chunk == [receives] * hops + [sends] * hops for of_chunk in calls.values())
 
 
@@ -397,8 +397,13 @@ def test_sums_and_gathered_weights_are_those_of_all_ranks_for_buffers_of_any_siz
             assert torch.equal(flat, 6 * torch.arange(1.0, size + 1))
 
 
-def test_a_buffer_is_sent_in_messages_of_at_most_a_quarter_of_a_mib():
-    assert FusionStrategy(device="cpu").fusion_settings.message_bytes == 2**18
+@pytest.mark.parametrize("settings", [{"shard_optimizer": True}, {"reduce_dtype": "bf16", "error_feedback": True}])
+def test_a_ring_has_messages_of_at_most_a_quarter_of_a_mib(settings):
+    assert FusionStrategy(device="cpu", **settings).fusion_settings.message_bytes == 2**18
+
+
+def test_gloo_sums_chunks_of_at_most_a_mib_for_each_server():
+    assert FusionStrategy(device="cpu", reduce_dtype="bf16").fusion_settings.message_bytes == 2**20
 
 
 class BrokenFlags:
