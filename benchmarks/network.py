@@ -1,6 +1,6 @@
 """Step time between hosts whose links have a limited rate, as a multiple of the time that the wire alone takes.
 
-    python benchmarks/network.py                                           2 and 4 hosts with 1 and 2 ranks each
+    python benchmarks/network.py                      2 and 4 hosts with 1 and 2 ranks each, a quarter of an hour
     python benchmarks/network.py --hosts 2 --ranks 2 --rate 1000 --models gpt4 --contenders wire torch_ddp ddp
     python benchmarks/network.py --hosts 2 --ranks 1 --contenders pipeline "pipeline ahead"
     python benchmarks/network.py --hosts 4 --ranks 1 --rate 1000 --models waits --contenders alone torch_ddp ddp fusion
@@ -13,8 +13,8 @@ without the headers of Ethernet, IP and TCP. Processor time (CPU s) is that of a
 
 `alone` trains on each rank without the others, so that its time over another's is the share of linear scaling.
 Backward cannot hide what comes before its first gradient and after its last one: with the least time and its headers
-that is the floor of the others. Hosts share the cores of this machine; so layers of the model `waits` wait, as for a
-device that each host has to itself.
+that is the floor of the others, unless a step alone takes longer. Hosts share the cores of this machine; so layers of
+the model `waits` wait, as for a device that each host has to itself.
 
 `pipeline` has one stage on each host, and replicas of it on the ranks of the host, so that activations alone go between
 hosts; `pipeline ahead` has more micro-batches in flight. Their rows have the idle share of the ranks beside that of the
@@ -61,7 +61,7 @@ MICRO_BATCHES = 8  # of a step of the pipeline
 FORWARD_SECONDS = 0.025  # of a layer that waits; its backward takes twice as long
 CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
-    "torch_ddp best": lambda: TorchDDPStrategy(device="cpu", static_graph=True),
+    "torch_ddp best": lambda: TorchDDPStrategy(device="cpu", static_graph=True, bucket_cap_mb=1),
     "ddp": lambda: DDPStrategy(device="cpu"),
     "ddp 25 MiB": lambda: DDPStrategy(device="cpu", bucket_cap_mb=25),
     "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group"),
@@ -72,7 +72,7 @@ CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "fsdp": lambda: FSDPStrategy(device="cpu"),
 }
 CHOICES = (WIRE, ALONE, PIPELINE, PIPELINE_AHEAD, *CONTENDERS)
-DEFAULT = (WIRE, "torch_ddp", "ddp", "fusion")
+DEFAULT = (WIRE, ALONE, "torch_ddp", "torch_ddp best", "ddp", "fusion", "fusion sharded", "fsdp")
 LEARNING_RATES = {"mlp5": 10.0, "gpt4": 1e-3, "mlp60": 10.0, "waits": 10.0}
 WARM_UP = 2
 HEADER_BYTES = 14 + 20 + 32  # of a packet, which a network device counts
@@ -350,8 +350,9 @@ def show(title: str, found: dict[str, Any], *, hosts: int, megabits: float) -> N
         f"{'CPU s':>8}{'linear':>8}{'x floor':>9}"
     )
     rows = found["contenders"]
-    floor = wire * (1 + HEADER_BYTES / PAYLOAD_BYTES) + rows.get(ALONE, {}).get("unhidden", 0.0)
     medians = {name: statistics.median(row["seconds"]) for name, row in rows.items()}
+    unhidden = rows.get(ALONE, {}).get("unhidden", 0.0)
+    floor = max(wire * (1 + HEADER_BYTES / PAYLOAD_BYTES) + unhidden, medians.get(ALONE, 0.0))
     for name, row in rows.items():
         if name in (PIPELINE, PIPELINE_AHEAD):
             show_pipeline(name, row, hosts=hosts, megabits=megabits)
