@@ -6,6 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from trainkit.distributed.collectives import broadcast
+from trainkit.model.registrations import count_registrations
 from trainkit.tree import tensors_in, to_device
 
 from .bucket import GradBucket
@@ -196,6 +198,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self._lazy_init()
             if self._join_config.enable:
                 self._notify_joined_ranks()
+            if self._registrations[0]:
+                self._registrations[0] = 0
+                self._check_parameters()
         if syncs and not torch.compiler.is_compiling():  # which would trace the clock, and again for each step
             is_sampled = reducer.step < SAMPLED_STEPS or reducer.step % self._sample_rate == 0
             reducer.after_step = [self.timeline.record] if is_sampled else []
@@ -234,6 +239,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "optimizer.step() after backward, or train with DDPStrategy(optimizer_in_backward=True)."
             )
         self._lazy_init_ran = True
+
+    def _check_parameters(self) -> None:
+        """Raise RuntimeError for a trained parameter that was added to the module after it was wrapped."""
+        for name, parameter in self._named_parameters():
+            is_known = id(parameter) in self._parameters_at_start or not isinstance(parameter, nn.Parameter)
+            if parameter.requires_grad and not is_known:  # tensors are those of torch.func.functional_call
+                raise RuntimeError(
+                    f"the parameter {name} was added or replaced after the module was wrapped, so its gradients would "
+                    "not be averaged. Wrap the module again, on every rank: DistributedDataParallel(ddp.module)."
+                )
 
     def _sync_buffers_at(self, location: _BufferCommHookLocation, *, syncs: bool) -> None:
         """Broadcast rank 0's buffers before a forward, or call the buffer hook at its location; collective."""
@@ -294,7 +309,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()  # type: ignore[no-untyped-call] # PyTorch's own: other groups cannot be restored
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "timeline", "_closing"):
+        for name in ("process_group", "reducer", "timeline", "_parameters_at_start", "_registrations", "_closing"):
             del state[name]
         return state
 
@@ -319,7 +334,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.reducer = Reducer(named, group=self.process_group, settings=settings, untrained=untrained)
         self.timeline = Timeline(self.process_group.rank(), size_key="bucket_cap_mb", compressed="register_comm_hook")
         # Parameters outlive this wrapper, and their hooks hold the Reducer: without it they would wait for ranks.
-        self._closing = weakref.finalize(self, self.reducer.close)
+        closing = ExitStack()
+        closing.callback(self.reducer.close)
+        self._parameters_at_start = {id(parameter): parameter for parameter in self.module.parameters()}
+        self._registrations = closing.enter_context(count_registrations())
+        self._closing = weakref.finalize(self, closing.close)
         self._closing.atexit = False
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -222,9 +222,11 @@ class DataParallelStrategy(PhaseTraining):
     ) -> list[StepOutput]:
         """Add the gradients of the shards, one for each device."""
         versions = [parameter._version for parameter in self._trained] if len(shards) > 1 else []
+        shapes = _shapes_of_saved_buffers(task) if versions else {}
         outputs = self._on_replicas(task, shards, self._step_name, read_training_output)
         if versions:
             self._check_unchanged(task, versions)
+            self._check_shapes(task, shapes)
         with self._timer.phase("gather"):
             outputs = [self._gathered(output) for output in outputs]
             losses = []
@@ -244,6 +246,17 @@ class DataParallelStrategy(PhaseTraining):
                 raise UserError(
                     f"{type(task).__name__}.{self._step_name} changes {name}, a trained parameter, which each replica "
                     "would change by itself. Change it in a callback's on_step_end, or set strategy=ddp."
+                )
+
+    def _check_shapes(self, task: TaskModule, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise UserError if the step changed the shape of a buffer: it has what one replica did with its shard."""
+        for name, shape in _shapes_of_saved_buffers(task).items():
+            if shape != shapes.get(name, shape):
+                raise UserError(
+                    f"{type(task).__name__}.{self._step_name} changes the shape of {name}, a buffer, from "
+                    f"{tuple(shapes[name])} to {tuple(shape)} with the samples of one replica; those of the others "
+                    "would be lost. Change it in a callback's on_step_end, register it with persistent=False if it is "
+                    "the same whatever the samples, or set strategy=single."
                 )
 
     def _on_replicas(
@@ -356,6 +369,16 @@ class DataParallelStrategy(PhaseTraining):
         weight = sum(output.weight for output in outputs)
         objects = [update for output in outputs for update in output.objects]
         return StepOutput(named.pop("loss", None), weight, named, any(output.own_weight for output in outputs), objects)
+
+
+def _shapes_of_saved_buffers(task: TaskModule) -> dict[str, torch.Size]:
+    """Return the shapes of the buffers that a state dict has; others are caches, whose shape may change."""
+    return {
+        f"{prefix}.{name}".removeprefix("."): buffer.shape
+        for prefix, module in task.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def _not_zero(weight: float | Tensor) -> float | Tensor:

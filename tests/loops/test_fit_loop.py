@@ -6,6 +6,7 @@ import pytest
 import torch
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -315,6 +316,7 @@ GROWN = [
     DDPStrategy(device="cpu", devices=2),
     TorchDDPStrategy(device="cpu", devices=2),
     FusionStrategy(device="cpu", devices=2),
+    FSDPStrategy(device="cpu", devices=2),
     PipelineStrategy(device="cpu", stages=2),
 ]
 

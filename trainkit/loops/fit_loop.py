@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
@@ -22,6 +17,7 @@ from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.phases import PhaseStep, TrainStep, phased_step
 from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.loops.run import Run
+from trainkit.model.registrations import count_registrations
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, SupportsPhases
 from trainkit.task import TaskModule
@@ -240,22 +236,6 @@ class FitLoop:
         for phase_optimizer in run.phase_optimizers:
             phase_optimizer.step_schedules("metric", metrics)
         run.emit("on_evaluation_end", "validation", metrics)
-
-
-@contextmanager
-def count_registrations() -> Iterator[list[int]]:
-    """Count the parameters and modules that any module registers in the context, beginning at 1 for those before it."""
-    registrations = [1]
-
-    def count(module: nn.Module, name: str, value: object) -> None:
-        registrations[0] += 1
-
-    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
-    try:
-        yield registrations
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def single_step(phase: PhaseStep) -> TrainStep:

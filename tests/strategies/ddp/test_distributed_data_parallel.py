@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import checkpoint
@@ -428,6 +429,29 @@ def weights_with_backwards_of_the_module(arguments: dict[str, Any]) -> float:
 @pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
 def test_a_backward_of_the_module_itself_on_one_rank_is_not_reduced(arguments):
     assert run_ranks(weights_with_backwards_of_the_module, 2, arguments) == [0.0, 0.0]
+
+
+def grown_after_the_wrapper() -> list[str]:
+    """Return the messages of forwards after a layer was added: frozen, then trained."""
+    found = []
+    for is_trained in (False, True):
+        wrapped, _ = wrapped_pair()
+        wrapped(batch(0)).sum().backward()
+        wrapped.module.extra = nn.Linear(4, 4).requires_grad_(is_trained)
+        try:
+            wrapped(batch(0))
+        except RuntimeError as error:
+            found.append(str(error))
+    del wrapped
+    gc.collect()
+    assert not _global_parameter_registration_hooks
+    return found
+
+
+def test_a_trained_parameter_that_is_added_to_the_module_is_refused_by_name():
+    for found in run_ranks(grown_after_the_wrapper, 2):
+        (message,) = found
+        assert message.startswith("the parameter extra.weight was added or replaced after the module was wrapped")
 
 
 def gradients_by_place(views: bool) -> dict[str, float]:

@@ -576,3 +576,29 @@ def test_a_trained_parameter_that_the_step_changes_is_refused_by_name(make_train
     task.how = how
     with pytest.raises(UserError, match=message):
         make_trainer(dp(2), max_duration="2step").fit(task, Data(train=numbers(24), batch_size=12))
+
+
+class Bank(Perceptron):
+    """Adds what it has seen to a buffer in the step."""
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(0), persistent=persistent)
+
+    def training_step(self, batch):
+        self.bank = torch.cat([self.bank, batch[0].detach().flatten()[:1]])
+        return super().training_step(batch)
+
+
+def test_a_buffer_that_grows_with_the_samples_of_one_replica_is_refused_by_name(make_trainer):
+    with pytest.raises(
+        UserError, match=r"Bank\.training_step changes the shape of bank, a buffer, from \(0,\) to \(1,\)"
+    ):
+        make_trainer(dp(2), max_duration="2step").fit(Bank(persistent=True), Data(train=numbers(24), batch_size=12))
+
+
+@pytest.mark.parametrize(("num_devices", "persistent"), [(1, True), (2, False)])
+def test_a_buffer_may_grow_on_one_device_or_as_a_cache(trained, num_devices, persistent):
+    data = Data(train=numbers(24), batch_size=12)
+    task, _ = trained(dp(num_devices), Bank(persistent=persistent), data, max_duration="2step")
+    assert task.bank.shape == (2,)
