@@ -33,6 +33,7 @@ class ReducerSettings:
     """Every step uses the same parameters equally often; those unused in the first step never delay a bucket."""
     transport: TransportName = "auto"
     """Sum of the buckets: "shared_memory", "process_group" (gloo, nccl), or "auto": shared memory where it works."""
+    reduce_dtype: torch.dtype | None = None  # in which the transport sends gradients; `None`: their own
     timeout_seconds: float = 1800.0  # to wait for another rank
 
 

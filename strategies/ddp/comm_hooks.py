@@ -1,4 +1,4 @@
-"""Communication hooks: gradients reduced with fewer bytes, in half precision, at low rank, or not in every step.
+"""Communication hooks: gradients reduced at low rank, or not in every step.
 
 A hook is called as `hook(state, bucket)` and leaves the mean over ranks. These are generators: they yield the works
 that they wait for, and the Reducer resumes them in the order of buckets (see `PendingHook`). PyTorch's hooks, which
@@ -58,67 +58,6 @@ def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
     buffer = bucket.buffer().div_(group.size())
     yield dist.all_reduce(buffer, group=group, async_op=True)
     return buffer
-
-
-def fp16_hook(group: dist.ProcessGroup, bucket: GradBucket, *, dtype: torch.dtype = torch.float16) -> HookSteps:
-    """Leave the mean, sent as float16; gradients above 65504 overflow."""
-    buffer = bucket.buffer()
-    sent = buffer.div(group.size()).to(dtype)
-    yield dist.all_reduce(sent, group=group, async_op=True)
-    return buffer.copy_(sent)
-
-
-def bf16_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
-    """Leave the mean, sent as bfloat16: the range of float32 with 8 bits of precision."""
-    return fp16_hook(group, bucket, dtype=torch.bfloat16)
-
-
-@dataclass(slots=True)
-class HalfPrecision:
-    """State of `error_feedback_hook`."""
-
-    group: dist.ProcessGroup
-    dtype: torch.dtype = torch.bfloat16
-    errors: ErrorFeedback = field(default_factory=ErrorFeedback, init=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's errors."""
-        return {"errors": dict(self.errors.by_name)}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue with the errors of this rank."""
-        self.errors.load(saved["errors"])
-
-    def load_from_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the errors of another number of ranks: their sum is kept."""
-        self.errors.load(sum_of_errors(states, world_size=self.group.size()))
-
-
-def error_feedback_hook(state: HalfPrecision, bucket: GradBucket) -> HookSteps:
-    """Leave the mean, sent in 16 bits and summed in float32; what rounding removes is added to the next step.
-
-        rank 0   [ shard 0 | shard 1 ]  --16 bits-->  rank 0 sums shard 0  --16 bits-->  every rank
-        rank 1   [ shard 0 | shard 1 ]                rank 1 sums shard 1
-
-    A rank keeps the error of what it sent, and of the sum that it rounded. Bytes are those of an all_reduce.
-    """
-    buffer, group = bucket.buffer(), state.group
-    world_size, errors = group.size(), state.errors.of(bucket)
-    numel = len(buffer)
-    shard = -(-numel // world_size)
-    errors.add_(buffer)
-    sent = torch.zeros(world_size * shard, dtype=state.dtype, device=buffer.device)
-    sent[:numel] = errors
-    errors.sub_(sent[:numel])
-    arrived = torch.empty_like(sent)
-    yield dist.all_to_all_single(arrived, sent, group=group, async_op=True)
-    total = arrived.view(world_size, shard).to(torch.promote_types(buffer.dtype, torch.float32)).sum(0)
-    mean = total.div(world_size).to(state.dtype)
-    start, stop = (min(numel, place * shard) for place in (group.rank(), group.rank() + 1))
-    errors[start:stop] += total.sub_(mean, alpha=world_size)[: stop - start]
-    errors.nan_to_num_(0.0, 0.0, 0.0)  # of gradients that overflowed, or NaN: they would stay
-    yield dist.all_gather(list(sent.split(shard)), mean, group=group, async_op=True)
-    return buffer.copy_(sent[:numel])
 
 
 @dataclass(slots=True)
@@ -272,14 +211,11 @@ def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> HookSteps:
 
 HOOKS: dict[str, Callable[[Any, Any], HookSteps] | None] = {
     "none": None,
-    "fp16": fp16_hook,
-    "bf16": bf16_hook,
     "power_sgd": power_sgd_hook,
     "local_sgd": local_sgd_hook,
 }
 
 _STATES: dict[str, type[PowerSGD | PeriodicAveraging]] = {"power_sgd": PowerSGD, "local_sgd": PeriodicAveraging}
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @runtime_checkable
@@ -343,6 +279,9 @@ def make_comm_hook(
 
 
 def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> CommHook | None:
+    if name in ("bf16", "fp16"):
+        feedback = " strategy.error_feedback=true" if options.get("error_feedback") else ""
+        raise UserError(f"comm_hook={name} is renamed to reduce_dtype; set strategy.reduce_dtype={name}{feedback}.")
     if name not in HOOKS:
         raise UserError(
             f"comm_hook={name!r} is unknown.{nearest(name, HOOKS)} Choose {', '.join(HOOKS)}, or the import path of a "
@@ -353,21 +292,14 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
             f"comm_hook_state belongs to a custom hook; comm_hook={name} is built in. Omit comm_hook_state."
         )
     kind = _STATES.get(name)
-    dtype = _DTYPES.get(name)
     valid = [] if kind is None else [field.name for field in fields(kind) if field.init and field.name != "group"]
-    _check_names(options, valid if dtype is None else ["error_feedback"])
+    _check_names(options, valid)
     for option, value in options.items():
-        if option == "error_feedback":
-            if not isinstance(value, bool):
-                raise UserError(f"comm_hook_options.error_feedback must be true or false, got {value!r}.")
-            continue
         least = 0 if option == "start_step" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"comm_hook_options.{option} must be a whole number, at least {least}, got {value!r}.")
-    if dtype is not None and options.get("error_feedback"):
-        return CommHook(name, error_feedback_hook, HalfPrecision, {"dtype": dtype})
     hook = HOOKS[name]
-    return None if hook is None else CommHook(name, hook, kind, {} if dtype is not None else options)
+    return None if hook is None else CommHook(name, hook, kind, options)
 
 
 def _check_names(options: Mapping[str, Any], valid: list[str]) -> None:

@@ -33,7 +33,7 @@ class HierarchicalTransport(SharedMemoryTransport):
     def __init__(
         self,
         inside: dist.ProcessGroup,
-        between: dist.ProcessGroup,
+        between: ProcessGroupTransport,
         *,
         names: Sequence[int],
         failure_store: FailureStore,
@@ -41,16 +41,20 @@ class HierarchicalTransport(SharedMemoryTransport):
     ) -> None:
         """Take `names` as the ranks of this host in messages."""
         super().__init__(inside, failure_store=failure_store, timeout_seconds=timeout_seconds, preallocate=False)
-        self.names = names
-        self.between = ProcessGroupTransport(
-            between, failure_store=failure_store, device=torch.device("cpu"), timeout_seconds=timeout_seconds
-        )
+        self.names, self.between = names, between
+        self._is_flushed = False  # every bucket of the step has been started
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         flats = super().allocate(sizes)
         for peer, name in zip(self.peers, self.names, strict=True):
             peer.rank = name
+        self.between.flats = [bucket.sums for bucket in self.buckets if isinstance(bucket, HostBucket)]
+        self.between.errors_of = None if self.errors_of is None else self._errors_of_shard
         return flats
+
+    def close(self) -> None:
+        super().close()
+        self.between.close()
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> HostBucket:
         return HostBucket(number, flats, self.rank)
@@ -58,7 +62,7 @@ class HierarchicalTransport(SharedMemoryTransport):
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         shared = self.buckets[bucket]
         assert isinstance(shared, HostBucket)
-        shared.where, shared.exchange = where, None
+        shared.where, shared.exchange, self._is_flushed = where, None, False
         return super().start(bucket, where=where, timed=timed)
 
     def progress(self) -> None:
@@ -69,8 +73,20 @@ class HierarchicalTransport(SharedMemoryTransport):
                 if not self.is_filled(bucket):
                     break  # shards that hosts exchange in different orders would be added up wrongly
                 bucket.add_up()
-                bucket.exchange = self.between.start_tensor(bucket.sums, where=bucket.where)
+                bucket.exchange = self.between.start(bucket.number, where=bucket.where)
+        if self._is_flushed and all(bucket.exchange is not None for bucket in buckets):
+            self.between.flush()
         self.under_way = [bucket for bucket in buckets if not self._try_write(bucket)]
+
+    def flush(self) -> None:
+        self._is_flushed = True
+
+    def _errors_of_shard(self, bucket: int) -> Tensor:
+        assert self.errors_of is not None
+        shared = self.buckets[bucket]
+        assert isinstance(shared, HostBucket)
+        start = shared.sums.storage_offset() - shared.flat.storage_offset()
+        return self.errors_of(bucket)[start : start + len(shared.sums)]
 
     def _try_write(self, bucket: HostBucket) -> bool:
         if bucket.exchange is None or not bucket.exchange.is_done():

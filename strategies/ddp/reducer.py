@@ -75,7 +75,9 @@ class Reducer:
         collective = ProcessGroupTransport(
             group, failure_store=self.failure_store, device=self.device, timeout_seconds=self.settings.timeout_seconds
         )
-        self.transport = open_transport(self.settings.transport, collective, own_groups=own_groups)
+        self.transport = open_transport(
+            self.settings.transport, collective, own_groups=own_groups, reduce_dtype=self.settings.reduce_dtype
+        )
         self.reductions = BucketReductions(self.settings, collective)
         scale = 1.0 / self.world_size if self.settings.average else 1.0
         self.filler = BucketFiller(scale=scale, as_view=self.settings.gradient_as_bucket_view)
@@ -184,6 +186,7 @@ class Reducer:
                 self._unused.fill_unused()
             if not self._queue.is_complete:
                 self._fill_missing()
+            self.transport.flush()
             self.reductions.run_hooks(self.buckets)
             for bucket in self.buckets[self._num_completed :]:
                 self._complete(bucket)

@@ -6,15 +6,18 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trainkit.distributed.collectives import gather
 
 from ..host_layout import HostLayout, host_name
 from ..own_groups import OwnGroups
 from .bucket import Bucket, GradBucket, ReducerSettings
+from .half_precision import HalfPrecisionTransport
 from .hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
 from .shared_memory import SharedMemoryTransport, why_no_shared_memory
 from .transport import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
@@ -173,17 +176,29 @@ def _copy_back(bucket: Bucket) -> None:
 
 
 def open_transport(
-    name: TransportName, process_group: ProcessGroupTransport, *, own_groups: OwnGroups | None = None
+    name: TransportName,
+    process_group: ProcessGroupTransport,
+    *,
+    own_groups: OwnGroups | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Transport:
     """Return the transport called `name` of the ranks of `process_group`. Collective.
 
     "auto" is shared memory inside each host where it works, else the process group. `own_groups` takes the groups of
-    hosts; without it they end with the default group.
+    hosts; without it they end with the default group. In `reduce_dtype` gradients are sent between the ranks of the
+    process group, or between hosts; those in shared memory are exact.
     """
     group, device = process_group.group, process_group.device
+    store, seconds = process_group.failure_store, process_group.timeout_seconds
+
+    def over(members: dist.ProcessGroup) -> ProcessGroupTransport:
+        kind = ProcessGroupTransport if reduce_dtype is None else partial(HalfPrecisionTransport, dtype=reduce_dtype)
+        return kind(members, failure_store=store, device=device, timeout_seconds=seconds)
+
+    if reduce_dtype is not None:
+        process_group = over(group)
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
-    store, seconds = process_group.failure_store, process_group.timeout_seconds
     hosts = HostLayout.of(gather(host_name(), group))
     reason, inside, between = why_not_inside_hosts(hosts, group), group, None
     if reason is None and len(hosts.ranks) > 1:
@@ -193,9 +208,11 @@ def open_transport(
     if reason is None:
         # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
         if between is None:
+            if reduce_dtype is not None and group.rank() == 0:
+                logger.info("reduce_dtype rounds nothing: the ranks of one host sum gradients in shared memory")
             return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
         names = hosts.ranks_on_host(group.rank())
-        return HierarchicalTransport(inside, between, names=names, failure_store=store, timeout_seconds=seconds)
+        return HierarchicalTransport(inside, over(between), names=names, failure_store=store, timeout_seconds=seconds)
     if name == "shared_memory":
         raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
     if group.rank() == 0:

@@ -122,6 +122,7 @@ class SharedMemoryTransport(Transport):
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         """Mark this rank's bucket as filled, and sum its shards of buckets that all ranks have filled."""
         shared = self.buckets[bucket]
+        self.add_error(bucket, shared.flat)
         shared.round += 1
         self.raise_counter(2 * shared.number, shared.round)
         self.under_way.append(shared)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,11 +29,12 @@ from trainkit.tree import map_tensors
 from ..host_layout import HostLayout, host_name
 from ..links import links_of_this_process
 from ..multiprocess import MultiProcessStrategy, RankSettings
-from .bucket import Bucket
+from .bucket import Bucket, GradBucket
 from .bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
-from .comm_hooks import MergedHookState, PeriodicAveraging, SavedHookState, make_comm_hook
+from .comm_hooks import ErrorFeedback, MergedHookState, PeriodicAveraging, SavedHookState, make_comm_hook
 from .distributed_data_parallel import unreached_parameters
 from .grad_norm import total_norm
+from .half_precision import RoundingErrors
 from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import OverlapMeter, Timeline
 from .transport import CommunicationHook, TransportName
@@ -40,6 +42,7 @@ from .transport import CommunicationHook, TransportName
 logger = logging.getLogger(__name__)
 _FIND_UNUSED = ("auto", "error", "graph")
 _TRANSPORTS = ("auto", "shared_memory", "process_group")
+_REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BUCKETS_BETWEEN_HOSTS = 16  # of which the last is what backward cannot hide
 _NO_CONTEXT = nullcontext()
 
@@ -62,10 +65,17 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             backward, by a walk over the autograd graph).
         static_graph: Every step uses the same parameters equally often.
         transport: Sum of the buckets: `auto`, `shared_memory` (inside each host) or `process_group` (gloo, nccl).
-        comm_hook: Compression of gradients: `none`, `fp16`, `bf16`, `power_sgd`, `local_sgd`; or a function
-            `hook(state, bucket)`, such as PyTorch's, or its import path.
-        comm_hook_options: Settings of `fp16` and `bf16` (`error_feedback`), `power_sgd` (`rank`, `start_step`) and
-            `local_sgd` (`start_step`, `period`), or arguments of `comm_hook_state`.
+        reduce_dtype: Dtype in which gradients are sent and added: their own (`None`), `bf16` or `fp16`. Ranks that
+            share memory add theirs exactly first. What overflows in fp16 is infinite, and ends as `on_nonfinite` of the
+            Trainer says.
+        error_feedback: With `reduce_dtype`: gradients are added in fp32, and each rank keeps what its rounding loses,
+            of the gradients and of the sums that it sends, for the next step (Seide et al., 2014, "1-bit SGD";
+            Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is then that of the
+            gradients, up to the last errors. For parameters that no rank uses in a step they are lost.
+        comm_hook: Compression of gradients: `none`, `power_sgd`, `local_sgd`; or a function `hook(state, bucket)`, such
+            as PyTorch's, or its import path.
+        comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`) and `local_sgd` (`start_step`, `period`), or
+            arguments of `comm_hook_state`.
         comm_hook_state: Function that makes the state of a custom hook, called with the process group and
             `comm_hook_options`, or its import path; `None`: the state is the process group.
         optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
@@ -95,6 +105,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         find_unused_parameters: Unused = "auto",
         static_graph: bool = False,
         transport: TransportName = "auto",
+        reduce_dtype: Literal["bf16", "fp16"] | None = None,
+        error_feedback: bool = False,
         comm_hook: str | CommunicationHook = "none",
         comm_hook_options: Mapping[str, Any] | None = None,
         comm_hook_state: str | Callable[..., Any] | None = None,
@@ -118,15 +130,23 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         ):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
+        self._check_reduce_dtype(reduce_dtype, error_feedback)
+        self.reduce_dtype, self.error_feedback = reduce_dtype, error_feedback
         self.settings = ReducerSettings(
             average=False,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             transport=transport,
+            reduce_dtype=_REDUCE_DTYPES[reduce_dtype],
             timeout_seconds=self.ranks.timeout_seconds,
         )
         self.comm_hook = make_comm_hook(comm_hook, state=comm_hook_state, options=comm_hook_options)
+        if self.comm_hook is not None and reduce_dtype is not None:
+            raise UserError(
+                f"comm_hook={self.comm_hook.name} sends gradients itself, without regard to "
+                f"reduce_dtype={reduce_dtype}. Set strategy.comm_hook=none or strategy.reduce_dtype=null."
+            )
         self.optimizer_in_backward = optimizer_in_backward
         if self.auto_micro_batch and (self.comm_hook is not None or optimizer_in_backward):
             raise UserError(
@@ -151,6 +171,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Make the Reducer of all trained parameters, or of those of a phase; collective."""
+        self._check_rounding(phase_optimizer)
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
         own = {id(p) for p in phase_optimizer.parameters}
         if phase_optimizer.phase:
@@ -166,9 +187,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         )
         self._reducers[phase_optimizer.phase] = self.reducer
         self._trains_all = own == {id(p) for _, p in named}
+        if self.error_feedback:
+            errors = self._hook_states[phase_optimizer.phase] = RoundingErrors(comm.group)
+            self.reducer.transport.errors_of = partial(_errors_of, self.reducer, errors.errors)
         if self.comm_hook is not None:
-            if self.comm_hook.name == "fp16":
-                self._check_overflow(phase_optimizer, "comm_hook")
             state = self._hook_states[phase_optimizer.phase] = self.comm_hook.state(comm.group)
             self.reducer.register_hook(state, self.comm_hook.hook)
             if isinstance(state, PeriodicAveraging):
@@ -196,13 +218,44 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step.append(self.timeline.record)
 
-    def _check_overflow(self, phase_optimizer: PhaseOptimizer, setting: str) -> None:
-        """Raise UserError if clipping would hide that a gradient has overflowed in fp16, as `setting` asks for."""
-        finds_overflow = phase_optimizer.skip_nonfinite or self.precision.scaler is not None
-        if phase_optimizer.clip.value is not None and not finds_overflow:
+    def _check_reduce_dtype(self, reduce_dtype: str | None, error_feedback: bool) -> None:
+        """Raise UserError if the two settings are invalid, or exclude each other or other settings."""
+        if reduce_dtype not in _REDUCE_DTYPES:
+            likely = nearest(str(reduce_dtype), ("bf16", "fp16"))
+            raise UserError(f"reduce_dtype={reduce_dtype!r} is unknown.{likely} Choose null, bf16 or fp16.")
+        if not isinstance(error_feedback, bool):
+            raise UserError(f"error_feedback must be true or false, got {error_feedback!r}.")
+        if error_feedback and reduce_dtype is None:
             raise UserError(
-                f"max_grad_value would make finite gradients of those that overflow with {setting}=fp16. Set "
-                f"strategy.{setting}=bf16, trainer.on_nonfinite=skip, or trainer.max_grad_norm instead."
+                "error_feedback=true keeps what rounding to reduce_dtype loses, and reduce_dtype=null rounds nothing. "
+                "Set strategy.reduce_dtype=bf16, or strategy.error_feedback=false."
+            )
+        if self.auto_micro_batch and error_feedback:
+            raise UserError(
+                "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
+                "error_feedback=true; give strategy.micro_batch_size as a number."
+            )
+
+    def _check_rounding(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if rounding to `reduce_dtype`, or its errors, cannot work with the other settings."""
+        finds_overflow = phase_optimizer.skip_nonfinite or self.precision.scaler is not None
+        if self.reduce_dtype == "fp16" and phase_optimizer.clip.value is not None and not finds_overflow:
+            raise UserError(
+                "max_grad_value would make finite gradients of those that overflow with reduce_dtype=fp16. Set "
+                "strategy.reduce_dtype=bf16, trainer.on_nonfinite=skip, or trainer.max_grad_norm instead."
+            )
+        if not self.error_feedback:
+            return
+        if phase_optimizer.needs_closure:
+            raise UserError(
+                "LBFGS compares the exact gradients of several evaluations, to which error_feedback=true would add "
+                "errors of earlier ones. Set strategy.error_feedback=false."
+            )
+        narrow = next((p.dtype for p in phase_optimizer.parameters if p.requires_grad and p.itemsize < 4), None)
+        if narrow is not None:
+            raise UserError(
+                f"error_feedback=true does not work for gradients of {narrow}, which are sent as they are and cannot "
+                "hold the errors. Set strategy.error_feedback=false, or trainer.precision=bf16-mixed."
             )
 
     def host(self) -> str:
@@ -255,9 +308,13 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     @property
     def bytes_a_step(self) -> int | None:
-        """Bytes of gradients that this rank sends (in shared memory: reads and writes) a step; `None` with a hook."""
+        """Bytes of gradients that this rank sends (in shared memory: reads and writes) a step.
+
+        `None` with a hook or `reduce_dtype`.
+        """
         whole = sum(parameter.nbytes for parameter in self._all_trained)
-        return None if self.comm_hook is not None else ring_bytes(whole, self.comm.world_size)
+        is_compressed = self.comm_hook is not None or self.reduce_dtype is not None
+        return None if is_compressed else ring_bytes(whole, self.comm.world_size)
 
     @property
     def waited_seconds(self) -> float | None:
@@ -395,7 +452,9 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     @property
     def _hook_name(self) -> str:
-        """Name of the hook whose state checkpoints hold."""
+        """Name of the hook, or dtype of the rounding, whose state checkpoints hold."""
+        if self.error_feedback:
+            return str(self.reduce_dtype)
         return "none" if self.comm_hook is None else self.comm_hook.name
 
     def _saved_hook_states(self) -> dict[str, SavedHookState]:
@@ -418,6 +477,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             for name, parameter in self._averaged.items():
                 parameter.copy_(own["weights"][name])
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own["optimizer"]})
+
+
+def _errors_of(reducer: Reducer, errors: ErrorFeedback, bucket: int) -> Tensor:
+    return errors.of(GradBucket(reducer.buckets[bucket], is_last=bucket == len(reducer.buckets) - 1))
 
 
 class BucketwiseOptimizer:

@@ -85,7 +85,7 @@ class Timeline:
         word: str = "bucket",
         *,
         size_key: str = "strategy.bucket_cap_mb",
-        compressed: str = "strategy.comm_hook=bf16",
+        compressed: str = "strategy.reduce_dtype=bf16",
     ) -> None:
         self.rank, self.word, self.size_key, self.compressed = rank, word, size_key, compressed
         self.steps: deque[StepTimes] = deque(maxlen=MAX_STEPS)

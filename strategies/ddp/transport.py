@@ -50,6 +50,8 @@ class Transport(ABC):
     """Sums flat buckets over all ranks, asynchronously; every rank starts the same buckets in the same order."""
 
     name: str
+    errors_of: Callable[[int], Tensor] | None = None
+    """With error feedback: returns what rounding has lost of a bucket's gradients on this rank, (gradients,)."""
 
     @abstractmethod
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -67,6 +69,20 @@ class Transport(ABC):
 
     def progress(self) -> None:
         """Advance the sums under way as far as possible without waiting."""
+
+    def flush(self) -> None:
+        """Start what waits for the last bucket of the step, which has been started."""
+
+    def add_error(self, bucket: int, gradients: Tensor) -> Tensor | None:
+        """Add to a bucket what rounding has lost before, and return the memory of what it loses next, now zeros.
+
+        `None` without error feedback.
+        """
+        if self.errors_of is None:
+            return None
+        error = self.errors_of(bucket)
+        gradients[: len(error)].add_(error)
+        return error.zero_()
 
     def fail(self, message: str) -> None:
         """Report to ranks that wait in this transport why this rank stops."""
@@ -101,7 +117,10 @@ class ProcessGroupTransport(Transport):
         """Start to sum any tensor, sparse ones included."""
         if self.group.size() == 1:
             return StreamWork(None)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return self.watch(dist.all_reduce(tensor, group=self.group, async_op=True), where=where, timed=timed)
+
+    def watch(self, work: dist.Work | None, *, where: str, timed: bool = False) -> Work:
+        """Return a collective of the group as a work whose wait ends if a rank fails."""
         assert work is not None
         if self.on_stream:
             return StreamWork(work)
@@ -233,6 +252,13 @@ class PendingHook:
         while not done.wait(SLICE_SECONDS):
             waited = time.monotonic() - start
             self.failure_store.check(where=self.where, waited=waited, timeout_seconds=self.timeout_seconds)
+
+
+def dtype_sent(dtype: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are sent: `chosen` if that is narrower, their own if complex."""
+    if chosen is None or not dtype.is_floating_point or dtype.itemsize <= chosen.itemsize:
+        return dtype
+    return chosen
 
 
 def _as_tensor(value: Any) -> Tensor:

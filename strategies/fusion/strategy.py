@@ -22,9 +22,7 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, named_state
 from trainkit.task import TaskModule
 
-from ..ddp.bucket import GradBucket
 from ..ddp.bucket_plan import MIB
-from ..ddp.comm_hooks import ErrorFeedback, HalfPrecision
 from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Unused
 from ..ddp.shared_memory import why_no_shared_memory
@@ -45,7 +43,6 @@ MAX_BYTES_IN_BACKWARD = 64 * MIB  # of weights, for which "auto" accepts the mem
 _LARGEST_MESSAGE = MIB // 4  # of a ring: more of them take processor time; fewer leave links idle
 _LARGEST_SHARD = MIB  # that gloo divides into messages
 _TRANSPORTS = ("auto", "shared_memory", "exchange")
-_REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FusionStrategy(DDPStrategy):
@@ -118,22 +115,14 @@ class FusionStrategy(DDPStrategy):
             bucket_cap_mb=buffer_mb,
             find_unused_parameters=find_unused_parameters,
             transport="process_group",  # until prepare_optimizer replaces it
+            reduce_dtype=reduce_dtype,
+            error_feedback=error_feedback,
             broadcast_buffers=broadcast_buffers,
             record_timeline=record_timeline,
             timeout_seconds=timeout_seconds,
             backend=backend,
             launcher=launcher,
         )
-        if reduce_dtype not in _REDUCE_DTYPES:
-            likely = nearest(str(reduce_dtype), ("bf16", "fp16"))
-            raise UserError(f"reduce_dtype={reduce_dtype!r} is unknown.{likely} Choose null, bf16 or fp16.")
-        if not isinstance(error_feedback, bool):
-            raise UserError(f"error_feedback must be true or false, got {error_feedback!r}.")
-        if error_feedback and reduce_dtype is None:
-            raise UserError(
-                "error_feedback=true keeps what rounding to reduce_dtype loses, and reduce_dtype=null rounds nothing. "
-                "Set strategy.reduce_dtype=bf16, or strategy.error_feedback=false."
-            )
         for name, value, valid in (("transport", transport, _TRANSPORTS), ("servers", servers, ("rank", "host"))):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
@@ -148,12 +137,6 @@ class FusionStrategy(DDPStrategy):
                 "micro_batch_size=auto does not work with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
             )
-        if self.auto_micro_batch and error_feedback:
-            raise UserError(
-                "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
-                "error_feedback=true; give strategy.micro_batch_size as a number."
-            )
-        self.reduce_dtype, self.error_feedback = reduce_dtype, error_feedback
         self.transport_name = transport
         self.servers: Servers = servers
         self.communication_thread = communication_thread
@@ -161,7 +144,7 @@ class FusionStrategy(DDPStrategy):
         self.fusion_settings = FusionSettings(
             _LARGEST_MESSAGE if shard_optimizer or error_feedback else _LARGEST_SHARD,
             max_in_flight,
-            _REDUCE_DTYPES[reduce_dtype],
+            self.settings.reduce_dtype,
             shard_optimizer,
         )
         self._in_backward = optimizer_in_backward
@@ -189,17 +172,13 @@ class FusionStrategy(DDPStrategy):
             check_elementwise(members(phase_optimizer.optimizer), "shard_optimizer=true", remedy)
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
-        self._check_rounding(phase_optimizer)
+        if self.error_feedback and self.device.type != "cpu":
+            raise UserError("error_feedback=true works on the CPU only; set strategy.error_feedback=false.")
         super().prepare_optimizer(task, phase_optimizer)
         assert self.reducer is not None
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self._transport = self._open_transport()
-        if self.error_feedback:
-            assert self.fusion_settings.reduce_dtype is not None
-            state = self._hook_states[phase_optimizer.phase] = HalfPrecision(
-                self.comm.group, self.fusion_settings.reduce_dtype
-            )
-            self._transport.errors_of = partial(self._errors_of, state.errors)
+        self._transport.errors_of = self.reducer.transport.errors_of
         is_remote = self.device.type == "cuda" or len(self._hosts.ranks) > 1
         if self.communication_thread is True or (self.communication_thread == "auto" and is_remote):
             self._thread = CommunicationThread(
@@ -221,39 +200,8 @@ class FusionStrategy(DDPStrategy):
         """Bytes that this rank sends (in shared memory: reads from and writes to others) in a step; None before it."""
         return None if self._transport is None else self._transport.bytes_a_step
 
-    @property
-    def _hook_name(self) -> str:
-        # The errors are those of ddp's hook of this name, which can continue with them.
-        return str(self.reduce_dtype) if self.error_feedback else "none"
-
-    def _errors_of(self, errors: ErrorFeedback, buffer: int) -> Tensor:
-        assert self.reducer is not None
-        return errors.of(GradBucket(self.reducer.buckets[buffer], is_last=buffer == len(self.reducer.buckets) - 1))
-
-    def _check_rounding(self, phase_optimizer: PhaseOptimizer) -> None:
-        """Raise UserError if rounding to `reduce_dtype`, or its errors, cannot work with the other settings."""
-        if self.reduce_dtype == "fp16":
-            self._check_overflow(phase_optimizer, "reduce_dtype")
-        if not self.error_feedback:
-            return
-        if self.device.type != "cpu":
-            raise UserError("error_feedback=true works on the CPU only; set strategy.error_feedback=false.")
-        if phase_optimizer.needs_closure:
-            raise UserError(
-                "LBFGS compares the exact gradients of several evaluations, to which error_feedback=true would add "
-                "errors of earlier ones. Set strategy.error_feedback=false."
-            )
-        narrow = next((p.dtype for p in phase_optimizer.parameters if p.requires_grad and p.itemsize < 4), None)
-        if narrow is not None:
-            raise UserError(
-                f"error_feedback=true does not work for gradients of {narrow}, which are sent as they are and cannot "
-                "hold the errors. Set strategy.error_feedback=false, or trainer.precision=bf16-mixed."
-            )
-
     def _new_timeline(self) -> Timeline:
-        return Timeline(
-            self.comm.rank, "buffer", size_key="strategy.buffer_mb", compressed="strategy.reduce_dtype=bf16"
-        )
+        return Timeline(self.comm.rank, "buffer", size_key="strategy.buffer_mb")
 
     def _can_step_in_backward(self, phase_optimizer: PhaseOptimizer) -> bool:
         """Return True if servers update their shards while backward runs, the same on every rank; collective."""

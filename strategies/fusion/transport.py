@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ddp.transport import Transport, Work
+from ..ddp.transport import Transport, Work, dtype_sent
 from ..own_groups import OwnGroups
 from .host_copy import Event, HostCopier
 
@@ -60,9 +60,6 @@ class ShardTransport(Transport):
     """With sharded settings: called with a buffer's index once its flags are known and this rank's shards of it are
     summed; afterwards its shards of the weights are gathered before the reduction ends. The same on every rank."""
 
-    errors_of: Callable[[int], Tensor] | None = None
-    """With error feedback: returns what rounding has lost of a buffer's gradients on this rank, (gradients,)."""
-
     @abstractmethod
     def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
         """Start to sum the allocated tensor with index `bucket`; `where` names the operation in messages.
@@ -103,21 +100,9 @@ class ShardTransport(Transport):
         if buffer in self.copies_back:
             torch.cuda.current_stream().wait_event(self.copies_back[buffer])
 
-    def add_error(self, buffer: int, gradients: Tensor) -> Tensor | None:
-        """Add to a buffer what rounding has lost before, and return the memory of what it loses next, now zeros.
-
-        `None` without error feedback.
-        """
-        if self.errors_of is None:
-            return None
-        error = self.errors_of(buffer)
-        gradients[: len(error)].add_(error)
-        return error.zero_()
-
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of `dtype` are sent; never a wider one."""
-        chosen = self.settings.reduce_dtype
-        return dtype if chosen is None or dtype.itemsize <= chosen.itemsize else chosen
+        """Return the dtype in which gradients of `dtype` are sent."""
+        return dtype_sent(dtype, self.settings.reduce_dtype)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ COMMANDS = [
     ["fit", "--cfg", "job", "config=run"],
     ["explain", "config=run"],
 ]
-DDP = {"_target_": "trainkit.strategies.ddp.strategy.DDPStrategy", "devices": 1, "comm_hook": "fp16"}
+DDP = {"_target_": "trainkit.strategies.ddp.strategy.DDPStrategy", "devices": 1, "comm_hook": "power_sgd"}
 TOUCH = {"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": ["ran"]}}
 HOSTILE = [
     ("evil.Task", {"task": {"_target_": "evil.Task"}}),

@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "optimizer_in_backward=false",
     ),
-    "hook": (lambda device: DDPStrategy(device=device, comm_hook="bf16"), {}, "comm_hook=none"),
+    "hook": (lambda device: DDPStrategy(device=device, comm_hook="power_sgd"), {}, "comm_hook=none"),
     "fsdp": (FSDPStrategy, {}, "LBFGS may need full parameters"),
     "sharded": (
         lambda device: FusionStrategy(device=device, shard_optimizer=True),

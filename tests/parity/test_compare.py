@@ -436,7 +436,7 @@ def test_two_strategies_of_one_class_have_a_row_each():
         ("stepz=3", "stepz: unknown key. Did you mean 'steps'"),
         ("strategy=ddp", r"strategy=ddp: .* type strategies=\[single,ddp\]"),
         ("strategy.devices=3", "strategy.devices: .* type devices="),
-        ("strategy.comm_hook=fp16", "strategy.comm_hook: unknown key; none of dp has it"),
+        ("strategy.comm_hook=power_sgd", "strategy.comm_hook: unknown key; none of dp has it"),
         ("strategy.acumulate=2", "Did you mean 'accumulate'"),
         ("strategy.accumulate=many", "strategy.accumulate: 'many' is text"),
     ],
@@ -468,7 +468,7 @@ def test_devices_are_ranks_replicas_or_stages_of_strategies_that_are_named():
     assert (
         make_strategy("ddp", 2, "cpu").comm_hook
         is None
-        is not make_strategy(("ddp", {"comm_hook": "fp16"}), 2, "cpu").comm_hook
+        is not make_strategy(("ddp", {"comm_hook": "power_sgd"}), 2, "cpu").comm_hook
     )
 
 

@@ -265,7 +265,7 @@ def test_micro_batches_of_shards_grow_as_far_as_memory_allows_on_every_rank_and_
         lambda: TorchDDPStrategy(micro_batch_size="auto"),
         lambda: PipelineStrategy(micro_batch_size="auto"),
         lambda: SingleStrategy(micro_batch_size="auto", accumulate=2),
-        lambda: DDPStrategy(micro_batch_size="auto", comm_hook="fp16"),
+        lambda: DDPStrategy(micro_batch_size="auto", comm_hook="power_sgd"),
         lambda: DDPStrategy(micro_batch_size="auto", optimizer_in_backward=True),
         lambda: FusionStrategy(micro_batch_size="auto", shard_optimizer=True),
         lambda: SingleStrategy(micro_batch_size="some"),

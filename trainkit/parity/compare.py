@@ -128,7 +128,7 @@ def compare_strategies(
     """Return the differences of each strategy from `single` after every step, from the same initial weights.
 
     A task or data may be given as they are or as functions that make them. A strategy is an object, a name, or a name
-    with settings: `("ddp", {"comm_hook": "fp16"})`. `devices` (ranks, replicas or stages) and `device` are given to
+    with settings: `("ddp", {"accumulate": 2})`. `devices` (ranks, replicas or stages) and `device` are given to
     those that are named and take them; `trainer` holds settings of the Trainer such as `{"precision": "fp32"}`. Without
     a precision all compute in fp64, or in fp32 if `single` fails in fp64; if the task computes its losses in fp32, the
     tolerance is that of fp32. A note reports both. Raises UserError for a task or data that no strategy can train.

@@ -71,8 +71,8 @@ def unsaved_hook(state: Unsaved, bucket: GradBucket) -> HookSteps:
 
 
 SAVED: dict[str, dict[str, Any]] = {
-    "bf16": {"comm_hook": "bf16", "comm_hook_options": {"error_feedback": True}},
-    "fp16": {"comm_hook": "fp16", "comm_hook_options": {"error_feedback": True}},
+    "bf16": {"reduce_dtype": "bf16", "error_feedback": True, "transport": "process_group"},
+    "fp16": {"reduce_dtype": "fp16", "error_feedback": True, "transport": "process_group"},
     "power_sgd": {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 2, "start_step": 3}},
     "local_sgd": {"comm_hook": "local_sgd", "comm_hook_options": {"start_step": 2, "period": 4}},
     "custom": {"comm_hook": momentum_hook, "comm_hook_state": Momentum},

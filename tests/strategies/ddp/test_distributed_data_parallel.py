@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import checkpoint
 from trainkit.strategies.ddp import DistributedDataParallel
-from trainkit.strategies.ddp.comm_hooks import fp16_hook
+from trainkit.strategies.ddp.comm_hooks import average_hook
 
 from tests.strategies.ddp.models import Checkpointed, SparseEmbedding
 from trainkit.testing import run_ranks
@@ -752,7 +752,7 @@ def annotated(**annotations: Any) -> Callable[..., Any]:
 
 def errors_of_hooks_and_time_limits() -> tuple[list[tuple[str, str]], list[float]]:
     kinds = []
-    for hook in (annotated(bucket=Tensor), annotated(**{"return": Tensor}), annotated(), fp16_hook):
+    for hook in (annotated(bucket=Tensor), annotated(**{"return": Tensor}), annotated(), average_hook):
         found = []
         for wrapped in (DistributedDataParallel(Mlp()), StockDDP(Mlp())):
             try:

@@ -86,7 +86,8 @@ CASES: dict[str, tuple[bool, dict[str, object], dict[str, object]]] = {
     "found": (False, {"find_unused_parameters": "graph"}, {}),
     "overlapped": (False, {"optimizer_in_backward": True, "bucket_cap_mb": 0.0002}, {}),
     "static": (False, {"static_graph": True}, {}),
-    "bf16 hook": (False, {"comm_hook": "bf16"}, {}),
+    "bf16": (False, {"reduce_dtype": "bf16"}, {}),
+    "bf16 with errors": (False, {"reduce_dtype": "bf16", "error_feedback": True}, {}),
 }
 
 

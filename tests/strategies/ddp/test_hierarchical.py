@@ -27,16 +27,21 @@ def pretend_hosts(ranks_of_a_host: int) -> None:
     reductions.host_name = lambda: f"host {dist.get_rank() // ranks_of_a_host}"
 
 
-def opened(name: str = "auto"):
+def opened(name: str = "auto", reduce_dtype: torch.dtype | None = None):
     group = dist.group.WORLD
     store = FailureStore(group, token="test")
     collective = ProcessGroupTransport(group, failure_store=store, device=torch.device("cpu"), timeout_seconds=120)
-    return open_transport(name, collective)
+    return open_transport(name, collective, reduce_dtype=reduce_dtype)
 
 
-def sums_of_all_types() -> list[str]:
+def rounded(tensor: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.Tensor:
+    is_sent_rounded = reduce_dtype is not None and tensor.dtype in (torch.float32, torch.float64)
+    return tensor.to(reduce_dtype) if is_sent_rounded else tensor
+
+
+def sums_of_all_types(reduce_dtype: torch.dtype | None) -> list[str]:
     pretend_hosts(2)
-    transport = opened()
+    transport = opened(reduce_dtype=reduce_dtype)
     assert isinstance(transport, HierarchicalTransport)
     sizes = [
         (1, torch.float32),
@@ -63,14 +68,16 @@ def sums_of_all_types() -> list[str]:
         for number, work in enumerate(works):
             work.wait()
             first, second, third, fourth = (part[number] for part in parts)
-            if not torch.equal(flats[number], (first + second) + (third + fourth)):
+            of_hosts = rounded(first + second, reduce_dtype) + rounded(third + fourth, reduce_dtype)
+            if not torch.equal(flats[number], of_hosts.to(flats[number].dtype)):
                 wrong.append(f"turn {turn}, {sizes[number]}")
     transport.close()
     return wrong
 
 
-def test_sums_are_those_of_the_hosts_added_up():
-    assert run_ranks(sums_of_all_types, 4) == [[]] * 4
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float16])
+def test_sums_are_those_of_the_hosts_added_up_and_rounded_only_between_them(reduce_dtype):
+    assert run_ranks(sums_of_all_types, 4, reduce_dtype) == [[]] * 4
 
 
 def chosen(ranks_of_a_host: int, name: str) -> str:

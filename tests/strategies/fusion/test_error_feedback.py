@@ -5,34 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleStrategy
 
-from tests.strategies.fusion.training import train
-from tests.tasks import Recorder, StopAt
-from trainkit import Data, TaskModule, UserError
+from tests.strategies.fusion.training import SMALL_BUFFER, STOP, Drift, drifted, exact_weights, train
+from tests.tasks import StopAt
+from trainkit import Data, UserError
 from trainkit.testing import run_ranks
 
-STEPS, STOP = 12, 5
-SMALL_BUFFER = 0.0005  # MiB; parameters lie in several chunks
 FEEDBACK = {"device": "cpu", "reduce_dtype": "bf16", "error_feedback": True, "buffer_mb": SMALL_BUFFER}
-
-
-class Drift(TaskModule):
-    """Its gradients are those of the data alone, so that its weights show the sum of all that was applied."""
-
-    def __init__(self):
-        super().__init__()
-        self.long, self.short = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(7))
-
-    def training_step(self, batch):
-        return (batch[0] @ torch.cat([self.long, self.short])).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 class Hosts(FusionStrategy):
@@ -40,41 +22,6 @@ class Hosts(FusionStrategy):
 
     def host(self):
         return f"host {self.comm.rank // 2}"
-
-
-class Errors(Recorder):
-    """Keeps the sum over ranks of the errors: before the first step, in the checkpoint, and after the last step."""
-
-    def on_fit_start(self, run):
-        self.first = sum_of_errors(run.strategy)
-
-    def on_step_end(self, run):
-        self.last = sum_of_errors(run.strategy)
-        if run.state.step == STOP:
-            self.saved = self.last
-
-
-def sum_of_errors(strategy):
-    """Return the errors of all ranks, added up, of all parameters: (307,)."""
-    states = strategy.comm.broadcast_object(strategy.strategy_state()).get("hook_states", [])
-    named = [(name, error.double()) for state in states for name, error in state["hooks"][""]["errors"].items()]
-    return torch.cat([sum((e for n, e in named if n == name), torch.zeros(1)).expand(s) for name, s in SIZES.items()])
-
-
-SIZES = {"long": 300, "short": 7}
-
-
-def drifted(strategy, run_dir, *callbacks, precision="fp64", **settings):
-    """Return the last weights and the errors of a run on data that rounding in 16 bits always changes."""
-    samples = torch.rand(26, 307, generator=torch.Generator().manual_seed(1)) + 1.0
-    task, errors = Drift(), Errors()
-    data = Data(train=TensorDataset(samples), batch_size=6)  # in the last batch of an epoch some ranks have no samples
-    train(strategy, task, data, errors, *callbacks, run_dir=run_dir, steps=STEPS, precision=precision, **settings)
-    return torch.cat([task.long, task.short]).detach(), errors
-
-
-def exact_weights(run_dir):
-    return drifted(SingleStrategy(device="cpu"), run_dir)[0]
 
 
 ARRANGEMENTS = {
@@ -155,7 +102,7 @@ def saved_errors(run_dir):
 
 def resumed_elsewhere(saved, run_dir):
     """Return by strategy the first errors, and the last weights without the last errors."""
-    hook = {"comm_hook": "bf16", "comm_hook_options": {"error_feedback": True}}
+    hook = {"reduce_dtype": "bf16", "error_feedback": True}
     found = {}
     for name, strategy in (
         ("fusion", FusionStrategy(**FEEDBACK | {"buffer_mb": 4.0})),
@@ -234,9 +181,11 @@ def test_gradients_that_overflow_in_fp16_are_not_finite_and_leave_no_error(tmp_p
 # ---- Refused combinations
 
 
+@pytest.mark.parametrize("kind", [FusionStrategy, DDPStrategy])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose null, bf16 or fp16"),
         ({"error_feedback": True}, "reduce_dtype=null rounds nothing. Set strategy.reduce_dtype=bf16"),
         ({"error_feedback": "yes", "reduce_dtype": "bf16"}, "error_feedback must be true or false, got 'yes'"),
         (
@@ -245,9 +194,9 @@ def test_gradients_that_overflow_in_fp16_are_not_finite_and_leave_no_error(tmp_p
         ),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused(settings, message):
+def test_settings_that_exclude_each_other_are_refused(kind, settings, message):
     with pytest.raises(UserError, match=message):
-        FusionStrategy(**settings)
+        kind(**settings)
 
 
 class Evaluated(Drift):
@@ -269,7 +218,8 @@ class Evaluated(Drift):
     ],
 )
 def test_tasks_and_trainers_that_cannot_work_are_refused_before_training(settings, task, of_trainer, message, tmp_path):
-    strategy = FusionStrategy(**FEEDBACK | settings, devices=1)
-    with pytest.raises(UserError, match=message):
-        data = Data(train=TensorDataset(torch.ones(4, 307)), batch_size=2)
-        train(strategy, task(), data, run_dir=tmp_path, **of_trainer)
+    for kind in (FusionStrategy, DDPStrategy):
+        strategy = kind(**{"device": "cpu", "reduce_dtype": "bf16", "error_feedback": True} | settings, devices=1)
+        with pytest.raises(UserError, match=message):
+            data = Data(train=TensorDataset(torch.ones(4, 307)), batch_size=2)
+            train(strategy, task(), data, run_dir=tmp_path / kind.__name__, **of_trainer)
