@@ -103,7 +103,7 @@ def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> HookSteps:
     matrices, vectors = _split_by_shape(bucket.gradients(), state.rank)
     known = [state.factors.get(names[position]) for position, _ in matrices]
     lefts = [
-        matrix @ (_first_factor(state.rank, index, position, matrix) if factor is None else factor)
+        matrix @ (_first_factor(state.rank, index, position, matrix) if factor is None else factor.to(matrix.device))
         for (position, matrix), factor in zip(matrices, known, strict=True)
     ]
     sent = _join([*lefts, *(vector for _, vector in vectors)], buffer).div_(world_size)

@@ -55,7 +55,7 @@ class Momentum:
 
 def momentum_hook(state: Momentum, bucket: GradBucket) -> HookSteps:
     buffer, name = bucket.buffer(), str(bucket.index())
-    own = state.sums.get(name, torch.zeros_like(buffer)) * 0.5 + buffer * (dist.get_rank() + 1)
+    own = state.sums.get(name, torch.zeros_like(buffer)).to(buffer.device) * 0.5 + buffer * (dist.get_rank() + 1)
     state.sums[name] = own
     buffer.copy_(own)
     return (yield from average_hook(state.group, bucket))
@@ -96,14 +96,20 @@ class Notes(Callback):
 
 
 def flat(task: TaskModule) -> Tensor:
-    return torch.cat([p.detach().reshape(-1).clone() for p in task.parameters()])
+    return torch.cat([p.detach().reshape(-1).to("cpu", copy=True) for p in task.parameters()])
 
 
 def train(
-    folder: str, name: str, *, more: Sequence[Callback] = (), resume: str | None = None, task: TaskModule | None = None
+    folder: str,
+    name: str,
+    *,
+    more: Sequence[Callback] = (),
+    resume: str | None = None,
+    task: TaskModule | None = None,
+    device: str = "cpu",
 ) -> Notes:
     notes, x = Notes(), torch.randn(240, 32, generator=torch.Generator().manual_seed(1))
-    strategy = DDPStrategy(device="cpu", bucket_cap_mb=0.003, **HOOKS[name])
+    strategy = DDPStrategy(device=device, bucket_cap_mb=0.003, **HOOKS[name])
     trainer = Trainer(
         strategy, max_duration=f"{STEPS}step", callbacks=[notes, *more], loggers=[], run_dir=f"{folder}/{name}"
     )
@@ -111,21 +117,24 @@ def train(
     return notes
 
 
-def resumed_and_whole(folder: str) -> dict[str, tuple[Tensor, Tensor, bool]]:
+def resumed_and_whole(folder: str, device: str) -> dict[str, tuple[Tensor, Tensor, bool]]:
     """Return by hook this rank's last weights of a resumed and of a whole run, and if ranks differ in them."""
     found = {}
     for name in SAVED:
-        whole = train(f"{folder}/whole", name).weights
-        train(f"{folder}/part", name, more=[StopAfterStep(STOP)])
-        resumed = train(f"{folder}/part", name, resume=f"{folder}/part/{name}").weights
+        whole = train(f"{folder}/whole", name, device=device).weights
+        train(f"{folder}/part", name, more=[StopAfterStep(STOP)], device=device)
+        resumed = train(f"{folder}/part", name, resume=f"{folder}/part/{name}", device=device).weights
         ranks = gather(whole, dist.group.WORLD)
         found[name] = resumed, whole, any(not torch.equal(ranks[0], other) for other in ranks)
     return found
 
 
-@pytest.mark.slow
-def test_a_resumed_run_continues_to_the_bit_with_the_errors_and_weights_of_each_rank(tmp_path):
-    for rank in run_ranks(resumed_and_whole, 2, str(tmp_path)):
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_CUDA)])
+def test_a_resumed_run_continues_to_the_bit_with_the_errors_and_weights_of_each_rank(device, tmp_path):
+    for rank in run_ranks(resumed_and_whole, 2, str(tmp_path), device):
         for name, (resumed, whole, differ) in rank.items():
             assert torch.equal(resumed, whole), name
             assert differ == (name == "local_sgd")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trainkit.strategies.ddp.bucket_plan import MIB
 from trainkit.strategies.ddp.comm_hooks import (
     PeriodicAveraging,
@@ -66,6 +69,42 @@ def test_hooks_leave_nearly_the_mean_or_the_sum(average):
         assert rank["power_sgd"][0] < 1e-6, "the first steps are sent whole"
         assert rank["local_sgd"][0] < 1e-6
         assert all(between == 0.0 for _, between in rank.values())
+
+
+class OneMatrix:
+    """A bucket with one gradient of 32 x 32."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+
+    def index(self) -> int:
+        return 0
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self.gradients_in(self.flat)
+
+    def gradients_in(self, flat: Tensor) -> list[Tensor]:
+        return [flat.view(WIDTH, WIDTH)]
+
+    def names(self) -> list[str]:
+        return ["weight"]
+
+
+def test_power_sgd_continues_on_another_device_with_the_factors_of_a_checkpoint(monkeypatch):
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: None)
+    state = PowerSGD(SimpleNamespace(size=lambda: 2), rank=2)
+    with FakeTensorMode():  # refuses a product of tensors on two devices, without a GPU
+        state.load_state_dict({"steps": 20, "factors": {"weight": torch.ones(WIDTH, 2)}, "errors": {}})
+        *_, reduced = with_result(power_sgd_hook(state, OneMatrix(torch.zeros(WIDTH * WIDTH, device="meta"))))
+    assert reduced.device.type == state.factors["weight"].device.type == "meta"
+
+
+def with_result(steps):
+    """Yield what a generator yields, then what it returns."""
+    yield (yield from steps)
 
 
 class Branches(nn.Module):
