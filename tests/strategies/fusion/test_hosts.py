@@ -17,6 +17,7 @@ from tests.equality import StepWeights, largest_difference, numbers
 from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, train, trained
 from tests.tasks import Recorder
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
+from trainkit.distributed.collectives import gather
 from trainkit.testing import rank_outcomes, run_ranks
 
 # ---- Training
@@ -76,6 +77,47 @@ def test_ranks_of_several_hosts_train_to_the_weights_of_one_device(num_ranks, tm
             assert reduce_dtype is None or difference > 1e-6, case
             # Three ranks make uneven hosts, of which only the first ranks can exchange the same shards.
             assert name == ("exchange" if servers == "rank" and num_ranks == 3 else "shared_memory"), case
+
+
+def same_weights_on_all_ranks(run_dir, combinations):
+    """Return for every combination True if all ranks have the same bits after each step."""
+    found = {}
+    for servers, shard, thread, rounding in combinations:
+        strategy = TwoRanksPerHost(
+            device="cpu",
+            servers=servers,
+            shard_optimizer=shard,
+            communication_thread=thread,
+            buffer_mb=0.0005,
+            **ROUNDINGS[rounding],
+        )
+        recorder = TransportRecorder()
+        ours = trained(strategy, "perceptron", recorder, run_dir=run_dir / "fusion")
+        assert recorder.name == "shared_memory"
+        of_ranks = gather(ours, dist.group.WORLD)
+        found[servers, shard, thread, rounding] = all(largest_difference(ours, other) == 0.0 for other in of_ranks)
+    return found
+
+
+ROUNDINGS = {
+    "exact": {},
+    "bf16": {"reduce_dtype": "bf16"},
+    "fp16 with errors": {"reduce_dtype": "fp16", "error_feedback": True},
+}
+COMBINATIONS = list(itertools.product(("rank", "host"), (False, True), (False, True), ROUNDINGS))
+
+
+@pytest.mark.parametrize(
+    "combinations",
+    [
+        [("rank", False, True, "exact"), ("rank", True, True, "bf16"), ("host", False, False, "fp16 with errors")],
+        pytest.param(COMBINATIONS, marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_all_ranks_of_several_hosts_have_the_same_weights_after_every_step(combinations, tmp_path):
+    for found in run_ranks(same_weights_on_all_ranks, 4, tmp_path, combinations):
+        assert found == dict.fromkeys(combinations, True)
 
 
 def partly_used(run_dir):
