@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +30,15 @@ class Lane(NamedTuple):
     """`FORWARD` for activations, `BACKWARD` for gradients."""
     ranks: tuple[int, int]
     """The stage ranks that send and receive."""
+
+
+def lane_backend(configured: str, devices: Sequence[str]) -> str | None:
+    """Return the backend of lanes; `None` if messages go through host memory.
+
+    `configured` is the backend of all ranks, such as `cpu:gloo,cuda:nccl`, and `devices` the CUDA device of each. NCCL
+    refuses ranks that share one.
+    """
+    return "nccl" if "nccl" in configured and len(set(devices)) == len(devices) else None
 
 
 @dataclass(slots=True)

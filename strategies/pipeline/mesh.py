@@ -104,7 +104,8 @@ class PipelineMesh:
         self.replica, self.stage = self.position(dist.get_rank())
         # Every rank creates every group, in the same order.
         stage_groups = [self._own_groups.new(ranks, backend="gloo") for ranks in self.grid]
-        replica_groups = [self._own_groups.new([ranks[stage] for ranks in self.grid]) for stage in range(self.stages)]
+        backend, columns = backend_with_host(dist.get_backend_config()), zip(*self.grid, strict=True)
+        replica_groups = [self._own_groups.new(ranks, backend=backend) for ranks in columns]
         self._groups = stage_groups[self.replica], replica_groups[self.stage]
 
     def position(self, rank: int) -> tuple[int, int]:
@@ -149,6 +150,11 @@ class PipelineMesh:
         state = torch.get_rng_state()
         dist.broadcast(state, group=self.stage_group, group_src=0)
         torch.set_rng_state(state)
+
+
+def backend_with_host(configured: str) -> str | None:
+    """Return the backend of groups that also broadcast tensors in host memory; `None` if `configured` is one."""
+    return None if "cpu:" in configured else f"cpu:gloo,{configured}"
 
 
 def rank_grid(hosts: HostLayout, *, stages: int, replicas: int, placement: Placing) -> list[list[int]]:

@@ -32,8 +32,8 @@ from trainkit.strategy import Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, has_phases
 from trainkit.tree import map_tensors, to_device
 
-from ..host_layout import host_name
 from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
+from .communication import lane_backend
 from .gradients import StageGradients
 from .graph import Step
 from .memory import TrainingMemory
@@ -98,8 +98,8 @@ class PipelineStrategy(MultiProcessStrategy):
             a number. A difference ends the run with the name of the first call that differs.
         record_timeline: Write the actions of all ranks in the last step to the run folder, for the report.
         timeout_seconds: Seconds to wait for another rank.
-        backend: Backend between replicas: `auto` (gloo or nccl), or one of torch.distributed. Stages use gloo, or with
-            `nccl` and a device for each rank NCCL.
+        backend: Backend between ranks: `auto` (gloo on the CPU, nccl on CUDA), or one of torch.distributed. With nccl
+            and a CUDA device for each rank, stages use it too; otherwise they send by gloo, through host memory.
         launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
 
     """
@@ -328,10 +328,11 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _lane_backend(self) -> str | None:
         """Return the backend of groups between stages; `None` if messages go through host memory. Collective."""
-        if self.ranks.backend != "nccl" or self.device.type != "cuda":
+        if self.device.type != "cuda":
             return None
-        devices = self.comm.all_gather_object((host_name(), self.device.index))
-        return "nccl" if len(set(devices)) == len(devices) else None  # NCCL refuses ranks that share a device
+        devices = self.comm.all_gather_object(str(torch.cuda.get_device_properties(self.device).uuid))
+        asked = self.ranks.backend
+        return lane_backend(dist.get_backend_config(self._all_ranks) if asked == "auto" else asked, devices)
 
     def _training_steps(self, task: TaskModule) -> dict[str, TrainingStep]:
         """Return the training steps by step key: one for each phase, or a single one for a task without phases."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.communication import DeviceChannel, Lane
+from trainkit.strategies.pipeline.communication import DeviceChannel, Lane, lane_backend
 from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -13,6 +13,41 @@ from tests.strategies.pipeline.training import Training, largest_difference, mak
 from trainkit.testing import run_ranks
 
 FORTH, BACK = Lane(0, 1, FORWARD, (0, 1)), Lane(1, 0, BACKWARD, (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("configured", "devices", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", ["a", "b"], "nccl"),  # auto
+        ("nccl", ["a", "b"], "nccl"),
+        ("cpu:gloo,cuda:nccl", ["a", "b", "b"], None),
+        ("cpu:gloo,cuda:gloo", ["a", "b"], None),
+    ],
+)
+def test_stages_use_nccl_where_the_ranks_do_and_each_has_its_own_device(configured, devices, expected):
+    assert lane_backend(configured, devices) == expected
+
+
+class _OfDevice:
+    """The properties of a CUDA device."""
+
+    def __init__(self, device):
+        self.uuid = device.index
+
+
+def _lanes_of_default(num_devices):
+    """Return the lane backend of a pipeline whose ranks seem to be on CUDA devices, joined as on these."""
+    dist.get_backend_config = lambda group=None: "cpu:gloo,cuda:nccl"  # in the processes of this test alone
+    torch.cuda.get_device_properties = _OfDevice
+    strategy = PipelineStrategy(stages=2, device="cpu")
+    Training(make(Mlp), strategy)
+    strategy.device = torch.device("cuda", dist.get_rank() % num_devices)
+    return strategy._lane_backend()
+
+
+@pytest.mark.parametrize(("num_devices", "expected"), [(2, "nccl"), (1, None)])
+def test_by_default_stages_on_different_cuda_devices_use_nccl(num_devices, expected):
+    assert run_ranks(_lanes_of_default, 2, num_devices, timeout=120) == [expected] * 2
 
 
 def _sent_both_ways(device_type, backend):
@@ -106,12 +141,36 @@ def test_nccl_brings_what_gloo_brings_between_two_devices():
     ]
 
 
+def _weights_and_channel(backend, settings, rendezvous):
+    """Train on ranks that are joined by `backend`; return the weights and if tensors go from device to device."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=num_ranks)
+    strategy = PipelineStrategy(device="cuda", **settings)
+    training = Training(make(Mlp), strategy)
+    replicas = strategy.mesh.replicas
+    training.run(step_batches(Mlp, sizes=[4] * 4, num_steps=3, replica=strategy.comm.rank, num_replicas=replicas))
+    uses_lanes = isinstance(strategy.runtime._channel, DeviceChannel)
+    weights = {name: each.cpu() for name, each in training.weights().items()}
+    strategy.teardown()
+    return weights, uses_lanes
+
+
 @needs_two_devices
 @pytest.mark.gpu
-def test_stages_on_two_devices_that_send_by_nccl_train_to_the_weights_of_one_process():
-    settings = {"device": "cuda", "backend": "nccl", "stages": 2}
-    (weights,) = run_ranks(_weights, 2, PipelineStrategy, [(Mlp, {})], settings, timeout=400)[0]
+@pytest.mark.parametrize(
+    ("backend", "settings"),
+    [
+        ("cpu:gloo,cuda:nccl", {"stages": 2}),  # as `auto` joins them
+        ("nccl", {"stages": 2, "backend": "nccl"}),
+        ("nccl", {"stages": 1, "replicas": 2, "backend": "nccl"}),
+        ("gloo", {"stages": 2, "backend": "gloo"}),
+    ],
+)
+def test_stages_on_two_devices_train_to_the_weights_of_one_process(tmp_path, backend, settings):
+    weights, uses_lanes = run_ranks(_weights_and_channel, 2, backend, settings, tmp_path / "rendezvous", timeout=400)[0]
 
+    assert uses_lanes == ("nccl" in backend)
     single = Training(make(Mlp), SingleStrategy(device="cpu"))
     single.run(step_batches(Mlp, sizes=[4] * 4, num_steps=3))
-    assert largest_difference({name: each.cpu() for name, each in weights.items()}, single.weights()) < 1e-6
+    assert largest_difference(weights, single.weights()) < 1e-6

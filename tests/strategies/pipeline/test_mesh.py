@@ -1,13 +1,14 @@
 """Ranks of a pipeline on several hosts."""
 
 import json
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.host_layout import HostLayout
 from trainkit.strategies.pipeline import mesh as mesh_module
-from trainkit.strategies.pipeline.mesh import PipelineMesh, rank_grid, traffic_of
+from trainkit.strategies.pipeline.mesh import PipelineMesh, backend_with_host, rank_grid, traffic_of
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -42,6 +43,24 @@ def test_between_hosts_either_activations_are_sent_or_gradients():
 
 def _of_two_hosts():
     mesh_module.host_name = lambda: f"host {dist.get_rank() // 2}"  # the ranks of this test alone
+
+
+def _sent_in_host_memory(rendezvous):
+    """Return what replicas receive in host memory where all ranks are joined for tensors on CUDA devices only."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    mesh = PipelineMesh(stages=1, replicas=2)
+    mesh.join(timeout=timedelta(seconds=60))
+    tensor = torch.full((3,), float(rank))
+    dist.broadcast(tensor, 0, group=mesh.replica_group)
+    return tensor.tolist()
+
+
+def test_replicas_receive_parameters_in_host_memory_also_if_their_backend_has_none(tmp_path):
+    assert run_ranks(_sent_in_host_memory, 2, tmp_path / "rendezvous", timeout=120) == [[0.0] * 3] * 2
+    assert backend_with_host("cuda:nccl") == "cpu:gloo,cuda:nccl"
+    assert backend_with_host("cpu:gloo,cuda:nccl") is None
 
 
 def _weights(placement):
