@@ -79,10 +79,14 @@ class TrainingMemory:
                 states[names[id(parameter)]] += sizes[parameter]
         return cls(gradients, dict(states), num_micro_batches, replicas > 1, replicas if shard_optimizer else 1)
 
+    def of_gradients(self) -> dict[str, int]:
+        """Return the bytes of the gradient of each trained parameter."""
+        return {name: size for step in self.gradients.values() for name, size in step.items()}
+
     def of_parameters(self, names: Iterable[str]) -> dict[str, int]:
         """Return the bytes of gradient and optimizer state of each parameter."""
-        largest = {name: max((step.get(name, 0) for step in self.gradients.values()), default=0) for name in names}
-        return {name: size + self.optimizer.get(name, 0) // self.optimizer_shards for name, size in largest.items()}
+        gradients = self.of_gradients()
+        return {name: gradients.get(name, 0) + self.optimizer.get(name, 0) // self.optimizer_shards for name in names}
 
 
 def state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:

@@ -183,6 +183,20 @@ def rank_grid(hosts: HostLayout, *, stages: int, replicas: int, placement: Placi
 
 
 @dataclass(frozen=True, slots=True)
+class StepMessages:
+    """Bytes of the messages of one step, by the stages of a replica; without outputs, flags and metrics."""
+
+    activations: Mapping[tuple[int, int], int]
+    """Activations and their gradients, between two stages."""
+    gradients: Sequence[int]
+    """Gradients of each stage, summed over its replicas."""
+    shared: Mapping[tuple[int, ...], int]
+    """Gradients of the parameters that several stages hold, summed over these."""
+    broadcast: Sequence[Sequence[int]]
+    """Of each stage, the weights and buffers that each of its replicas sends to the others."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostTraffic:
     """Bytes that all hosts together send to other hosts in one step with a placement of ranks."""
 
@@ -190,33 +204,64 @@ class HostTraffic:
     activations: int
     """Activations and their gradients, between stages."""
     gradients: int
-    """Gradients of parameters, between replicas."""
+    """Gradients of parameters, between replicas, and between stages that share a parameter."""
+    weights: int
+    """Weights that optimizer shards have updated, and buffers, between replicas."""
 
     @property
     def total(self) -> int:
-        """Bytes of both kinds."""
-        return self.activations + self.gradients
+        """Bytes of all kinds."""
+        return self.activations + self.gradients + self.weights
 
 
-def traffic_of(
-    mesh: PipelineMesh, placement: Placing, *, between_stages: Mapping[tuple[int, int], int], gradients: Sequence[int]
-) -> HostTraffic:
+def traffic_of(mesh: PipelineMesh, placement: Placing, messages: StepMessages) -> HostTraffic:
     """Return what a step sends between hosts with a placement.
 
-    `between_stages` has the bytes between two ranks of a replica, by their stages, and `gradients` those of each stage,
-    of which every host of its replicas but one sends its sum, and receives that of all.
+    Gloo sums in a ring, in rank order: each rank sends 2 (n-1)/n of the bytes to its neighbour. It broadcasts in a
+    tree, in which all bytes go along each edge. Four ranks on two hosts, summed, and broadcast by the first one::
+
+        host 0   0 -- 1      host 0   0 --> 1
+                 |    |               |     |
+        host 1   3 -- 2      host 1   2     3
     """
     grid = rank_grid(mesh.hosts, stages=mesh.stages, replicas=mesh.replicas, placement=placement)
+    columns = list(zip(*grid, strict=True))
     host_of = {rank: host for host, ranks in enumerate(mesh.hosts.ranks) for rank in ranks}
-    activations = sum(
-        size
-        for ranks in grid
-        for (source, destination), size in between_stages.items()
-        if host_of[ranks[source]] != host_of[ranks[destination]]
+
+    def crossing(ranks: Sequence[int], edges: Iterable[tuple[int, int]]) -> int:
+        return sum(host_of[ranks[source]] != host_of[ranks[destination]] for source, destination in edges)
+
+    def summed(ranks: Sequence[int], size: int) -> int:
+        count = len(ranks)
+        ring = [(index, (index + 1) % count) for index in range(count)]
+        return crossing(ranks, ring) * 2 * (count - 1) * size // count
+
+    return HostTraffic(
+        placement,
+        activations=sum(
+            size * crossing(ranks, [pair]) for ranks in grid for pair, size in messages.activations.items()
+        ),
+        gradients=sum(summed(ranks, size) for ranks, size in zip(columns, messages.gradients, strict=True))
+        + sum(
+            summed([ranks[stage] for stage in stages], size)
+            for ranks in grid
+            for stages, size in messages.shared.items()
+        ),
+        weights=sum(
+            size * crossing(ranks, broadcast_tree(len(ranks), root))
+            for ranks, sizes in zip(columns, messages.broadcast, strict=True)
+            for root, size in enumerate(sizes)
+        ),
     )
-    counts = [len({host_of[ranks[stage]] for ranks in grid}) for stage in range(mesh.stages)]
-    exchanged = sum(2 * (count - 1) * size for count, size in zip(counts, gradients, strict=True))
-    return HostTraffic(placement, activations, exchanged)
+
+
+def broadcast_tree(count: int, root: int) -> list[tuple[int, int]]:
+    """Return the pairs of sender and receiver in gloo's broadcast: after each round twice as many ranks have it all."""
+    found = []
+    for number in range(1, count):  # counted from the root
+        sender = number - (1 << (number.bit_length() - 1))
+        found.append(((sender + root) % count, (number + root) % count))
+    return found
 
 
 class PipelineCollectives(ProcessGroupCollectives):

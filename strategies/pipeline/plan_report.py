@@ -107,8 +107,8 @@ class PlanReport:
             names = ("rank", "parameters", "gradients", "optimizer", "activations", "micro-batches", "peak memory")
             lines += ["", *_aligned([names, *map(_memory_row, self.memory)], ">>>>>>>")]
         if self.traffic:
-            titles = ("placement", "activations", "gradients", "sent between hosts in a step")
-            lines += ["", *_aligned([titles, *map(_traffic_row, self.traffic)], "<>>>")]
+            titles = ("placement", "activations", "gradients", "weights", "sent between hosts in a step")
+            lines += ["", *_aligned([titles, *map(_traffic_row, self.traffic)], "<>>>>")]
             lines.append(f"placement={self.traffic[0].placement} is used")
         return "\n".join(lines)
 
@@ -119,7 +119,8 @@ def _memory_row(rank: RankMemory) -> tuple[str, ...]:
 
 
 def _traffic_row(traffic: HostTraffic) -> tuple[str, ...]:
-    return traffic.placement, *map(in_units, (traffic.activations, traffic.gradients, traffic.total))
+    sizes = (traffic.activations, traffic.gradients, traffic.weights, traffic.total)
+    return traffic.placement, *map(in_units, sizes)
 
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:

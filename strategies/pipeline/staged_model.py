@@ -20,9 +20,10 @@ from trainkit.task import TaskModule
 from trainkit.tree import tensors_in, to_device
 
 from .attributes import StageAttributes
-from .graph import Signature, Step, TracedGraph, signature
-from .memory import TrainingMemory, rank_memories
-from .mesh import HostTraffic, PipelineMesh, Placing, traffic_of
+from .graph import Signature, Step, TracedGraph, num_bytes, signature
+from .memory import RankMemory, TrainingMemory, rank_memories
+from .mesh import HostTraffic, PipelineMesh, Placing, StepMessages, traffic_of
+from .optimizer_shards import owners_of
 from .partition import MemoryCosts, SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
@@ -86,31 +87,66 @@ class StagedModel:
         if self.placement is None:
             self._restored = state.get("pipeline", self._restored)
 
-    def report(self, task: nn.Module, steps: Iterable[str], training: TrainingMemory, mesh: PipelineMesh) -> PlanReport:
+    def report(
+        self,
+        task: nn.Module,
+        steps: Iterable[str],
+        training: TrainingMemory,
+        mesh: PipelineMesh,
+        *,
+        broadcast_buffers: bool,
+    ) -> PlanReport:
         """Return the stages with their costs, the memory of the ranks, and the idle share of the schedule."""
         assert self.plan is not None
         parts = zip(self.plan.steps, self.plan.partitions, strict=True)
         memory = rank_memories(task, dict(zip(steps, parts, strict=True)), self.schedule, training)
         bubble = self.schedule.bubble(training.num_micro_batches)
-        traffic = self._traffic(mesh, training.num_micro_batches, [rank.gradients for rank in memory])
+        traffic: list[HostTraffic] = []
+        if mesh.has_choice:  # first the present placement
+            messages = self._messages(task, training, mesh, memory, broadcast_buffers=broadcast_buffers)
+            others: tuple[Placing, ...] = ("cluster", "spread")
+            placements = sorted(others, key=lambda placement: placement != mesh.placed)
+            traffic = [traffic_of(mesh, placement, messages) for placement in placements]
         return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble, memory=memory, traffic=traffic)
 
-    def _traffic(self, mesh: PipelineMesh, num_micro_batches: int, gradients: Sequence[int]) -> list[HostTraffic]:
-        """Return what each placement sends between hosts, the present one first; nothing if there is no choice."""
-        if not mesh.has_choice:
-            return []
+    def _messages(
+        self,
+        task: nn.Module,
+        training: TrainingMemory,
+        mesh: PipelineMesh,
+        memory: Sequence[RankMemory],
+        *,
+        broadcast_buffers: bool,
+    ) -> StepMessages:
+        """Return what the ranks send in one step."""
         assert self.plan is not None
-        sent: dict[tuple[int, int], int] = defaultdict(int)
-        for graph, partition in zip(self.plan.steps, self.plan.partitions, strict=True):
+        activations: dict[tuple[int, int], int] = defaultdict(int)
+        parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
+        for graph, partition in parts:
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % mesh.stages for index in range(len(bounds))]
             for transfer in (each for stage in stage_graphs(graph, bounds, ranks) for each in stage.sends):
                 both_ways = 1 + transfer.differentiable
-                size = graph.values[transfer.value].num_bytes * num_micro_batches * both_ways
-                sent[ranks[transfer.source], ranks[transfer.destination]] += size
-        placements: tuple[Placing, Placing] = ("cluster", "spread")
-        found = [traffic_of(mesh, placement, between_stages=sent, gradients=gradients) for placement in placements]
-        return found[::-1] if mesh.placed == "spread" else found
+                size = graph.values[transfer.value].num_bytes * training.num_micro_batches * both_ways
+                activations[ranks[transfer.source], ranks[transfer.destination]] += size
+        placement = place_parameters(task, parts, num_ranks=mesh.stages)
+        trained = training.of_gradients()
+        shared = {
+            stages: sum(trained.get(name, 0) for name in names) for stages, names in placement.shared_by().items()
+        }
+        named, broadcast = dict(task.named_parameters()), []
+        for stage in range(mesh.stages):
+            sent = [0] * mesh.replicas
+            if training.optimizer_shards > 1:
+                held = {name: named[name] for name in training.optimizer if placement.is_held(name, stage)}
+                sizes = {name: parameter.numel() for name, parameter in held.items()}
+                for name, replica in owners_of(sizes, mesh.replicas).items():
+                    sent[replica] += num_bytes(held[name])
+            if broadcast_buffers:
+                buffers = task.named_buffers()
+                sent[0] += sum(num_bytes(buffer) for name, buffer in buffers if placement.is_held(name, stage))
+            broadcast.append(sent)
+        return StepMessages(activations, [rank.gradients for rank in memory], shared, broadcast)
 
     @property
     def _settings(self) -> str:

@@ -383,7 +383,9 @@ class PipelineStrategy(MultiProcessStrategy):
             optimizer_shards=optimizer_shards,
         )
         mesh.sync_rng()
-        self.plan_report = report = self.staged_model.report(task, steps, training, mesh)
+        self.plan_report = report = self.staged_model.report(
+            task, steps, training, mesh, broadcast_buffers=self.broadcast_buffers
+        )
         if self.comm.is_main and self._phase_optimizers and self.log_dir is not None:
             print(f"Pipeline of {len(report.stages)} stages\n{report}", flush=True)
             write_plan(report, self.log_dir)
@@ -656,7 +658,7 @@ class PipelineStrategy(MultiProcessStrategy):
             steps, batch = self._training_steps(task), to_device(first.micro_batches[0].batch, torch.device("cpu"))
             training = self._training_memory(task, len(first.micro_batches))
             self.staged_model.plan = self.staged_model.make_plan(task.train(), steps, batch, self.device, training)
-            return self.staged_model.report(task, steps, training, self.mesh)
+            return self.staged_model.report(task, steps, training, self.mesh, broadcast_buffers=self.broadcast_buffers)
         finally:
             self.end_phases()
             self._phase_optimizers = {}

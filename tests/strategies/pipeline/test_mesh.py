@@ -6,9 +6,17 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from trainkit.strategies.host_layout import HostLayout
 from trainkit.strategies.pipeline import mesh as mesh_module
-from trainkit.strategies.pipeline.mesh import PipelineMesh, backend_with_host, rank_grid, traffic_of
+from trainkit.strategies.pipeline.mesh import (
+    PipelineMesh,
+    StepMessages,
+    backend_with_host,
+    broadcast_tree,
+    rank_grid,
+    traffic_of,
+)
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -16,6 +24,8 @@ from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
 from trainkit import Data, Trainer
 from trainkit.errors import UserError
+from trainkit.optim.precision import Precision
+from trainkit.task import TaskModule
 from trainkit.testing import run_ranks
 
 TWO_BY_TWO = HostLayout.of(["a", "a", "b", "b"])
@@ -30,15 +40,88 @@ def test_a_host_has_the_stages_of_a_replica_or_the_replicas_of_a_stage():
         rank_grid(HostLayout.of(["a", "b", "b", "a"]), stages=2, replicas=2, placement="cluster")
 
 
+def _traffic(hosts, *, replicas, activations=0, gradients=(0, 0), shared=0, broadcast=((), ())):
+    """Return what two stages send between hosts, by placement."""
+    mesh = PipelineMesh(stages=2, replicas=replicas)
+    mesh.hosts = hosts
+    filled = [[*sizes, *[0] * (replicas - len(sizes))] for sizes in broadcast]
+    messages = StepMessages({(0, 1): activations}, gradients, {(0, 1): shared}, filled)
+    found = [traffic_of(mesh, placement, messages) for placement in ("cluster", "spread")]
+    return [(row.activations, row.gradients, row.weights) for row in found]
+
+
 def test_between_hosts_either_activations_are_sent_or_gradients():
-    mesh = PipelineMesh(stages=2, replicas=2)
-    mesh.hosts = TWO_BY_TWO
-    sent = {"between_stages": {(0, 1): 10}, "gradients": [100, 200]}
+    cluster, spread = _traffic(TWO_BY_TWO, replicas=2, activations=10, gradients=[100, 200])
 
-    cluster, spread = (traffic_of(mesh, placement, **sent) for placement in ("cluster", "spread"))
+    assert cluster == (0, 600, 0)  # each host sends and receives 300
+    assert spread == (20, 0, 0)
 
-    assert (cluster.activations, cluster.gradients) == (0, 600)  # each host sends and receives 300
-    assert (spread.activations, spread.gradients) == (20, 0)
+
+def test_replicas_on_one_host_do_not_join_their_sums_before_they_are_sent():
+    four_of_eight = HostLayout.of(["a"] * 4 + ["b"] * 4)
+    # Two of the four neighbours in each ring are on another host, and each rank sends 2 * 3/4 of the bytes.
+    assert _traffic(four_of_eight, replicas=4, gradients=[100, 200])[0] == (0, 2 * 150 + 2 * 300, 0)
+    # Three hosts with two ranks of each stage: three of six neighbours, 2 * 5/6 of the bytes.
+    three = HostLayout.of(["a"] * 4 + ["b"] * 4 + ["c"] * 4)
+    assert _traffic(three, replicas=6, gradients=[60, 0])[0] == (0, 3 * 100, 0)
+
+
+def test_gradients_of_shared_parameters_are_sent_between_hosts_if_replicas_are_spread():
+    assert _traffic(TWO_BY_TWO, replicas=2, shared=50) == [(0, 0, 0), (0, 2 * 2 * 50, 0)]
+
+
+def test_weights_and_buffers_are_sent_along_the_tree_of_each_broadcast():
+    assert broadcast_tree(6, 0) == [(0, 1), (0, 2), (1, 3), (0, 4), (1, 5)]
+    assert broadcast_tree(4, 3) == [(3, 0), (3, 1), (0, 2)]
+    four_of_eight = HostLayout.of(["a"] * 4 + ["b"] * 4)
+    # From replica 0 go 0 > 2 and 1 > 3 to the other host; from replica 1 also 2 > 0 back.
+    cluster, spread = _traffic(four_of_eight, replicas=4, broadcast=[(10,), (0, 7)])
+    assert cluster == (0, 0, 2 * 10 + 3 * 7)
+    assert spread == (0, 0, 0)
+
+
+class _Tied(TaskModule):
+    """An embedding that is also the head, with statistics between."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.hidden = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    def training_step(self, batch):
+        (inputs,) = batch
+        return nn.functional.cross_entropy(self.hidden(self.embedding(inputs)) @ self.embedding.weight.T, inputs)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+
+def _planned_traffic(**settings):
+    strategy = PipelineStrategy(
+        stages=2,
+        replicas=2,
+        device="cpu",
+        accumulate=2,
+        shared_parameters="replicated",
+        split_points=["hidden.1"],
+        **settings,
+    )
+    strategy.mesh.hosts, strategy.precision = TWO_BY_TWO, Precision()
+    data = Data(train=torch.utils.data.TensorDataset(torch.arange(16)), batch_size=16)
+    return [
+        (row.activations, row.gradients, row.weights)
+        for row in strategy._plan_alone(_Tied(), data.stage_data("train")).traffic
+    ]
+
+
+def test_a_plan_counts_weights_of_optimizer_shards_buffers_and_shared_gradients():
+    embedding, linear, norm, buffers = 16 * 8 * 4, (8 * 8 + 8) * 4, 2 * 8 * 4, 2 * 8 * 4 + 8
+    held = 2 * embedding + 2 * linear + norm  # the embedding by both stages
+    activations = 2 * 2 * 2 * (4 * 8 * 4)  # two replicas, two micro-batches, both ways
+
+    assert _planned_traffic() == [(0, 2 * held, buffers), (activations, 2 * 2 * embedding, 0)]
+    sharded = _planned_traffic(shard_optimizer=True, broadcast_buffers=False)
+    assert sharded == [(0, 2 * held, held), (activations, 2 * 2 * embedding, 0)]
 
 
 def _of_two_hosts():
@@ -110,5 +193,6 @@ def test_ranks_are_placed_where_they_send_fewer_bytes_between_hosts(tmp_path, wi
     plan = json.loads((tmp_path / "run" / "partition.json").read_text())
     best, other = plan["traffic"]
     assert best["placement"] == chosen
-    assert best["activations"] + best["gradients"] <= other["activations"] + other["gradients"]
+    sent, otherwise = (sum(row[kind] for kind in ("activations", "gradients", "weights")) for row in (best, other))
+    assert sent <= otherwise
     assert f"placement={chosen} is used" in (tmp_path / "run" / "partition.txt").read_text()
