@@ -311,6 +311,11 @@ class Strategy:
         groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]
         phase_optimizer.optimizer.load_state_dict({**saved, "param_groups": groups})
 
+    @property
+    def layout(self) -> str:
+        """Name of the layout of ranks; a resumed run with the same one repeats the random numbers of each rank."""
+        return type(self).__name__
+
     def strategy_state(self) -> dict[str, Any]:
         """Return what a resumed run needs beside task and optimizer, such as a partition; complete on rank 0."""
         return {}
@@ -396,8 +401,11 @@ class SupportsShardedState(Protocol):
 class PlacesRanks(Protocol):
     """Decides by the task and its data which part of the work each host has."""
 
-    def place_ranks(self, task: TaskModule, source: StageData) -> bool:
-        """Place the ranks, before data is opened, and return True if their numbers have changed; collective."""
+    def place_ranks(self, task: TaskModule, source: StageData, saved: Mapping[str, Any]) -> bool:
+        """Place the ranks, before data is opened, and return True if their numbers have changed; collective.
+
+        `saved` is the `strategy_state` of the run that is resumed, which may be another strategy's; else it is empty.
+        """
 
 
 @runtime_checkable

@@ -84,7 +84,7 @@ class PipelineMesh:
         self.placed = "cluster"
         if self.placement != "auto":
             self.placed = self.placement
-            self.grid = rank_grid(self.hosts, stages=stages, replicas=replicas, placement=self.placed)
+            self.grid = self._grid(self.placed)
         self._create_groups()
 
     @property
@@ -93,11 +93,19 @@ class PipelineMesh:
         ranks = [rank for of_host in self.hosts.ranks for rank in of_host]
         return len(self.hosts.ranks) > 1 and self.stages > 1 and self.replicas > 1 and ranks == sorted(ranks)
 
+    def placement_of(self, grid: list[list[int]] | None) -> Placing | None:
+        """Return the placement by which these hosts have the grid; `None` if there is none."""
+        placements: tuple[Placing, Placing] = ("cluster", "spread")
+        return next((each for each in placements if self._grid(each) == grid), None)
+
+    def _grid(self, placement: Placing) -> list[list[int]]:
+        return rank_grid(self.hosts, stages=self.stages, replicas=self.replicas, placement=placement)
+
     def place(self, placement: Placing) -> None:
         """Place the ranks otherwise, in new process groups. Collective over all ranks."""
         self.leave()
         self.placed = placement
-        self.grid = rank_grid(self.hosts, stages=self.stages, replicas=self.replicas, placement=placement)
+        self.grid = self._grid(placement)
         self._create_groups()
 
     def _create_groups(self) -> None:
@@ -200,7 +208,7 @@ class StepMessages:
 class HostTraffic:
     """Bytes that all hosts together send to other hosts in one step with a placement of ranks."""
 
-    placement: str
+    placement: Placing
     activations: int
     """Activations and their gradients, between stages."""
     gradients: int

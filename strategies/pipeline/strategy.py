@@ -37,7 +37,7 @@ from .communication import lane_backend
 from .gradients import StageGradients
 from .graph import Step
 from .memory import TrainingMemory
-from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh
+from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh, Placing
 from .optimizer_shards import OptimizerShards, check_divisible
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
@@ -206,22 +206,42 @@ class PipelineStrategy(MultiProcessStrategy):
         self.state = PipelineState()
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
 
-    def place_ranks(self, task: TaskModule, source: StageData) -> bool:
-        """Place ranks on hosts so that a step sends fewer bytes between them; return True if ranks have moved.
+    def place_ranks(self, task: TaskModule, source: StageData, saved: Mapping[str, Any]) -> bool:
+        """Place ranks as in the `saved` state of a resumed run, or so that a step sends fewer bytes between hosts.
 
-        Collective. The main rank plans the first batch of `source`.
+        Returns True if ranks have moved. Collective. The main rank plans the first batch of `source`.
         """
-        if self.mesh.placement != "auto" or not self.mesh.has_choice:
-            return False
-        best = "cluster"
-        if self.comm.is_main and not is_deferred(task):
+        mesh, before, placed = self.mesh, saved.get("grid"), self.mesh.placed
+        if mesh.placement == "auto" and mesh.has_choice:
+            placed = mesh.placement_of(before) or self._cheaper_placement(task, source)
+        moves = placed != mesh.placed
+        if moves:
+            mesh.place(placed)
+            self._take_place()
+        if before is not None and before != mesh.grid and len(before) == mesh.replicas and self.comm.is_main:
+            logger.warning(
+                "ranks are placed as %s, but were %s in the run that is resumed: random numbers continue from new "
+                "seeds. Resume on the same hosts%s to repeat them.",
+                mesh.grid,
+                before,
+                "" if mesh.placement == "auto" else " and set strategy.placement=auto",
+            )
+        return moves
+
+    def _cheaper_placement(self, task: TaskModule, source: StageData) -> Placing:
+        """Return the placement with which a step sends fewer bytes between hosts. Collective."""
+        if is_deferred(task):
+            make_real(task)  # as `prepare` would
+        best: Placing = "cluster"
+        if self.comm.is_main:
             with suppress(UserError):  # which training will raise
                 best = min(self._plan_alone(task, source).traffic, key=lambda row: row.total).placement
-        if self.comm.broadcast_object(best) == "cluster":
-            return False
-        self.mesh.place("spread")
-        self._take_place()
-        return True
+        return self.comm.broadcast_object(best)
+
+    @property
+    def layout(self) -> str:
+        """Name of the class, and the rank of each stage of each replica."""
+        return f"{super().layout} {self.mesh.grid}"
 
     def publish_failure(self, why: str) -> None:
         if hasattr(self, "runtime"):
@@ -608,8 +628,8 @@ class PipelineStrategy(MultiProcessStrategy):
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=all_gather)
 
     def strategy_state(self) -> dict[str, Any]:
-        """Return the partition, which a resumed run repeats."""
-        return self.staged_model.state()
+        """Return the partition and the places of ranks, which a resumed run repeats."""
+        return {**self.staged_model.state(), "grid": self.mesh.grid}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
         self.staged_model.load_state(saved)

@@ -449,7 +449,7 @@ class Checkpointer:
         return strategy.shards(run.task, run.phase_optimizers) if isinstance(strategy, SupportsShardedState) else None
 
     def _layout(self) -> str:
-        return f"{type(self._run.strategy).__name__} {self._run.plan!r}"
+        return f"{self._run.strategy.layout} {self._run.plan!r}"
 
     def _save_on_main(
         self, store: CheckpointStore, payload: dict[str, Any], *, background: bool, then: OnSaved | None, labels: Labels

@@ -163,8 +163,15 @@ def run_on_rank(
 
 def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop:
     """Prepare task, optimizer and data on this rank, and restore a resumed run; collective."""
-    if isinstance(run.strategy, PlacesRanks) and run.strategy.place_ranks(run.task, run.data.stage_data("train")):
-        seed_everything(config.seed + run.strategy.comm.rank)
+    payload: dict[str, Any] = {}
+    if checkpoint is not None:
+        from trainkit.checkpoint.store import load_from
+
+        payload = load_from(checkpoint, run.strategy.comm).payload
+    if isinstance(run.strategy, PlacesRanks):
+        saved = payload.get("strategy", {})
+        if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
+            seed_everything(config.seed + run.strategy.comm.rank)
     validation = _prepare_data(run, config)
     _prepare_task(run, config)
     run.validates = validation is not None
@@ -172,9 +179,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     loop = FitLoop(run, config, validation=validation)
     if checkpoint is not None:
         from trainkit.checkpoint.serialization import refuse_altered_state
-        from trainkit.checkpoint.store import load_from
 
-        payload = load_from(checkpoint, run.strategy.comm).payload
         with refuse_altered_state(str(checkpoint)):
             run.checkpointer.restore(payload, where=str(checkpoint))
             if loop.auto_micro_batch is not None:

@@ -1,14 +1,18 @@
 """Ranks of a pipeline on several hosts."""
 
 import json
+import logging
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.host_layout import HostLayout
 from trainkit.strategies.pipeline import mesh as mesh_module
+from trainkit.strategies.pipeline import strategy as strategy_module
 from trainkit.strategies.pipeline.mesh import (
     PipelineMesh,
     StepMessages,
@@ -22,7 +26,8 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
-from trainkit import Data, Trainer
+from trainkit import Data, Trainer, deferred_init
+from trainkit.checkpoint.store import load_from
 from trainkit.errors import UserError
 from trainkit.optim.precision import Precision
 from trainkit.task import TaskModule
@@ -146,11 +151,12 @@ def test_replicas_receive_parameters_in_host_memory_also_if_their_backend_has_no
     assert backend_with_host("cpu:gloo,cuda:nccl") is None
 
 
-def _weights(placement):
-    _of_two_hosts()
-    strategy = PipelineStrategy(stages=2, replicas=2, placement=placement, device="cpu")
+def _weights(placement, replicas):
+    _of_two_hosts()  # three for three replicas
+    strategy = PipelineStrategy(stages=2, replicas=replicas, placement=placement, device="cpu")
     training = Training(make(Mlp), strategy)
-    mine = step_batches(Mlp, sizes=[4] * 4, num_steps=3, replica=strategy.comm.rank, num_replicas=2)
+    sizes = [4] * 2 * replicas
+    mine = step_batches(Mlp, sizes=sizes, num_steps=3, replica=strategy.comm.rank, num_replicas=replicas)
     training.run(mine)
     weights, place = training.weights(), (strategy.mesh.replica, strategy.mesh.stage)
     strategy.teardown()
@@ -158,36 +164,53 @@ def _weights(placement):
 
 
 @pytest.mark.slow
-def test_either_placement_trains_to_the_weights_of_one_process():
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        (2, {"cluster": [(0, 0), (0, 1), (1, 0), (1, 1)], "spread": [(0, 0), (1, 0), (0, 1), (1, 1)]}),
+        (3, {"spread": [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]}),  # two of a stage's replicas on one host
+    ],
+)
+def test_either_placement_trains_to_the_weights_of_one_process(replicas, expected):
     single = Training(make(Mlp), SingleStrategy(device="cpu"))
-    single.run(step_batches(Mlp, sizes=[4] * 4, num_steps=3))
-    expected = {"cluster": [(0, 0), (0, 1), (1, 0), (1, 1)], "spread": [(0, 0), (1, 0), (0, 1), (1, 1)]}
+    single.run(step_batches(Mlp, sizes=[4] * 2 * replicas, num_steps=3))
 
     for placement, places in expected.items():
-        found = run_ranks(_weights, 4, placement, timeout=400)
+        found = run_ranks(_weights, 2 * replicas, placement, replicas, timeout=400)
         assert [place for place, _ in found] == places
         assert largest_difference(found[0][1], single.weights()) < 1e-10
 
 
 def _data(batch_size):
     generator = torch.Generator().manual_seed(0)
-    inputs, targets = Mlp.batch(3 * batch_size, generator)
+    inputs, targets = Mlp.batch(4 * batch_size, generator)
     return Data(train=torch.utils.data.TensorDataset(inputs, targets), batch_size=batch_size)
 
 
-def _fitted(folder, width, batch_size):
-    """Train by a Trainer, in which ranks are placed before data is opened."""
+def _fitted(folder, width, batch_size, *, deferred=False, steps=3, resume=None, **settings):
+    """Train by a Trainer, in which ranks are placed before data is opened; return the grid and the weights."""
     _of_two_hosts()
-    task = make(Mlp, width=width, dropout=0.2).float()
-    strategy = PipelineStrategy(stages=2, replicas=2, device="cpu")
-    Trainer(strategy=strategy, max_duration="3step", run_dir=folder, seed=1).fit(task, _data(batch_size))
-    return strategy.mesh.grid
+    with deferred_init() if deferred else nullcontext():
+        task = make(Mlp, width=width, dropout=0.2)
+    strategy = PipelineStrategy(stages=2, replicas=2, device="cpu", **settings)
+    trainer = Trainer(
+        strategy, max_duration=f"{steps}step", run_dir=folder, seed=1, callbacks=[Checkpoint(every=f"{steps}step")]
+    )
+    trainer.fit(task, _data(batch_size), resume=resume)
+    return strategy.mesh.grid, task.state_dict()
+
+
+def _grids(folder, width, batch_size, deferred):
+    return _fitted(folder, width, batch_size, deferred=deferred)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "batch_size", "chosen"), [(4, 512, "cluster"), (64, 16, "spread")])
-def test_ranks_are_placed_where_they_send_fewer_bytes_between_hosts(tmp_path, width, batch_size, chosen):
-    grids = run_ranks(_fitted, 4, tmp_path / "run", width, batch_size, timeout=400)
+@pytest.mark.parametrize(
+    ("width", "batch_size", "deferred", "chosen"),
+    [(4, 512, False, "cluster"), (64, 16, False, "spread"), (64, 16, True, "spread")],
+)
+def test_ranks_are_placed_where_they_send_fewer_bytes_between_hosts(tmp_path, width, batch_size, deferred, chosen):
+    grids = run_ranks(_grids, 4, tmp_path / "run", width, batch_size, deferred, timeout=400)
 
     assert grids == [rank_grid(TWO_BY_TWO, stages=2, replicas=2, placement=chosen)] * 4
     plan = json.loads((tmp_path / "run" / "partition.json").read_text())
@@ -196,3 +219,42 @@ def test_ranks_are_placed_where_they_send_fewer_bytes_between_hosts(tmp_path, wi
     sent, otherwise = (sum(row[kind] for kind in ("activations", "gradients", "weights")) for row in (best, other))
     assert sent <= otherwise
     assert f"placement={chosen} is used" in (tmp_path / "run" / "partition.txt").read_text()
+
+
+class _Messages(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def _resumed(folder):
+    """Return grids, weights and warnings of a whole run, one that resumes its half, and one placed otherwise."""
+    messages = _Messages()
+    logging.getLogger(strategy_module.__name__).addHandler(messages)
+    runs = {"whole": _fitted(folder / "whole", 64, 16, steps=4)}
+    _fitted(folder / "half", 64, 16, steps=2)
+    PipelineStrategy._cheaper_placement = lambda *_: "cluster"  # as if other times were measured now
+    runs["resumed"] = _fitted(folder / "resumed", 64, 16, steps=4, resume=folder / "half")
+    assert not messages.found
+    runs["otherwise"] = _fitted(folder / "otherwise", 64, 16, steps=4, resume=folder / "half", placement="cluster")
+    return runs, messages.found
+
+
+@pytest.mark.slow
+def test_a_resumed_run_keeps_its_placement_and_is_bit_equal_and_another_placement_is_reported(tmp_path):
+    of_ranks = run_ranks(_resumed, 4, tmp_path, timeout=400)
+
+    runs, messages = of_ranks[0]
+    spread, weights = runs["whole"]
+    assert spread == [[0, 2], [1, 3]] and runs["resumed"][0] == spread
+    assert all(torch.equal(weights[name], found) for name, found in runs["resumed"][1].items())
+    assert runs["otherwise"][0] == [[0, 1], [2, 3]]
+    (message,) = messages
+    assert "placed as [[0, 1], [2, 3]], but were [[0, 2], [1, 3]] in the run that is resumed" in message
+    assert "set strategy.placement=auto to repeat them" in message
+    # So random generators do not go to ranks of other replicas.
+    before, now = (load_from(tmp_path / name).payload["layout"] for name in ("half", "otherwise"))
+    assert before.replace("[[0, 2], [1, 3]]", "[[0, 1], [2, 3]]") == now != before
