@@ -289,7 +289,7 @@ class Rates:
 
 
 NOMINAL = Rates(3e10, 5e9, 5e-6)
-"""Rates for choices that must not depend on the device."""
+"""Rates of a CPU, the same each time."""
 
 
 def estimated_seconds(cost: NodeCost, rates: Rates = NOMINAL) -> float:

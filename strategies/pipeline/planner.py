@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from trainkit.errors import UserError
 
-from .graph import Step, TracedGraph, estimated_seconds
+from .graph import NOMINAL, Rates, Step, TracedGraph, estimated_seconds
 from .merged_graph import MergedGraph, merge_graphs
 from .partition import (
     MemoryCosts,
@@ -29,7 +29,7 @@ from .partition import (
     partition,
     replicate_shared,
 )
-from .profile import HOST, NotRepeatable, estimate, measure, rates_of
+from .profile import HOST, NotRepeatable, estimate, measure
 from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ class TraceInput:
     """The steps of the phases before this one, which may leave state for it."""
     device: torch.device = HOST
     """The device of the training, of which the costs are."""
+    rates: Rates = NOMINAL
+    """The rates of that device."""
     _traced: dict[tuple[frozenset[str], ...], TraceResult] = field(default_factory=dict, init=False, repr=False)
 
     def _preceding(self) -> list[Step]:
@@ -111,6 +113,7 @@ class TraceInput:
                 preceding=self._preceding(),
                 left_behind=left_behind,
                 changed=changed,
+                rates=self.rates,
             )
             return self._traced[arguments]
         except NEEDS_ELEMENTS as error:
@@ -130,7 +133,7 @@ class TraceInput:
                 return
             except NotRepeatable as error:
                 logger.info("costs are estimated, not measured: %s", error)
-        estimate(graph, rates_of(self.device))
+        estimate(graph, self.rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +286,7 @@ def trace_expanding(
     """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
     kept_whole: frozenset[str] = frozenset()
     while True:
-        leaf_modules = _choose_leaf_modules(
-            trace_input.task, survey, limit=limit, expanded=expanded, kept_whole=kept_whole
-        )
+        leaf_modules = _choose_leaf_modules(trace_input, survey, limit=limit, expanded=expanded, kept_whole=kept_whole)
         traced = trace_input.trace(leaf_modules, changed=changed)
         opaque = (traced.opaque_leaf_modules | traced.carrying_modules) - expanded - kept_whole
         opaque = {name for name in opaque if _can_be_expanded(trace_input.task, survey, name)}
@@ -318,11 +319,11 @@ def trace_expanding(
 
 
 def _choose_leaf_modules(
-    task: nn.Module, survey: TraceResult, *, limit: float, expanded: frozenset[str], kept_whole: frozenset[str]
+    trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str], kept_whole: frozenset[str]
 ) -> frozenset[str]:
     """Return the outermost modules that take at most `limit` of the step in one call, or cannot be expanded."""
     calls = survey.module_calls
-    whole = estimated_seconds(calls[""].cost) or 1.0
+    whole = estimated_seconds(calls[""].cost, trace_input.rates) or 1.0
     leaf_modules: set[str] = set()
     pending = list(calls[""].callees)
     seen: set[str] = set()
@@ -331,9 +332,9 @@ def _choose_leaf_modules(
         if name in seen:
             continue
         seen.add(name)
-        share = estimated_seconds(calls[name].cost) / calls[name].num_calls / whole
+        share = estimated_seconds(calls[name].cost, trace_input.rates) / calls[name].num_calls / whole
         asked = name in expanded or (share > limit and name not in kept_whole)
-        if asked and _can_be_expanded(task, survey, name):
+        if asked and _can_be_expanded(trace_input.task, survey, name):
             pending += calls[name].callees
         else:
             leaf_modules.add(name)

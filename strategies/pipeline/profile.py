@@ -22,6 +22,11 @@ from .stage_executor import ModuleInterceptor, TracingMode
 from .tracer import copy_batch, preserve_state
 
 BACKWARD_PER_FORWARD = 2.0
+"""Seconds of a node's backward, relative to its forward: the operations of a product of matrices.
+
+They are not measured: backward would call hooks and functions of the task, which a plan cannot undo. Only the ratio of
+stages matters for a partition, and it is wrong only between nodes whose own factors differ.
+"""
 NUM_RUNS = 3
 MATRIX_SIZE = 512
 COPIED_BYTES = 1 << 24  # more than a processor's cache
@@ -71,17 +76,17 @@ def estimate(graph: TracedGraph, rates: Rates = NOMINAL) -> None:
 
 
 @cache
-def rates_of(device: torch.device) -> Rates:
+def rates_of(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
     """Return the rates of a device: of a CPU nominal ones, so that an estimated plan is the same each time.
 
-    Those of other devices are measured once, by a product of matrices, a copy, and small calls.
+    Those of other devices are measured once, by a product of matrices of `dtype`, a copy, and small calls.
     """
-    return NOMINAL if device.type == "cpu" else measured_rates(device)
+    return NOMINAL if device.type == "cpu" else measured_rates(device, dtype)
 
 
-def measured_rates(device: torch.device) -> Rates:
+def measured_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> Rates:
     """Return the rates of a device, rounded to one digit."""
-    square = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
+    square = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype)
     memory = torch.ones(COPIED_BYTES // 4, device=device)
     copied = torch.empty_like(memory)
     few = torch.ones(8, device=device)

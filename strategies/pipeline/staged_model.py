@@ -27,6 +27,7 @@ from .optimizer_shards import owners_of
 from .partition import MemoryCosts, SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
+from .profile import rates_of
 from .schedules import Schedule
 from .stage import Placement, has_meta, owners, place_parameters, stage_bounds, stage_graphs
 from .stage_executor import StageExecutor
@@ -64,6 +65,8 @@ class StagedModel:
         self.shared_parameters = check_name("shared_parameters", shared_parameters, get_args(SharedParameters))
         self.balance = _memory_share(balance)
         self.trace_mode = check_name("trace", trace, TRACE_MODES)
+        self.dtype = torch.float32
+        """Of products of matrices in the precision of the run."""
         self.clear()
 
     def clear(self) -> None:
@@ -203,7 +206,15 @@ class StagedModel:
         fake = self.trace_mode == "fake"
 
         def traced() -> tuple[TracedGraph, Signature]:
-            result = trace(task, step, batch, leaf_modules=leaf_modules, fake=fake, changed=changed)
+            result = trace(
+                task,
+                step,
+                batch,
+                leaf_modules=leaf_modules,
+                fake=fake,
+                changed=changed,
+                rates=rates_of(device, self.dtype),
+            )
             return result.graph, signature(tensors_in(batch))
 
         graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
@@ -251,7 +262,8 @@ class StagedModel:
     ) -> PartitionPlan:
         """Return the partition of the task by its steps, with nothing placed; not collective."""
         costs = cost_source(self.trace_mode, task)
-        trace_inputs = [TraceInput(task, step, batch, costs, device=device) for step in steps.values()]
+        rates = rates_of(device, self.dtype)
+        trace_inputs = [TraceInput(task, step, batch, costs, device=device, rates=rates) for step in steps.values()]
         if self._restored is not None and self._restored["settings"] == self._settings:
             restored = restore_plan(trace_inputs, self._restored)
             if restored is not None:

@@ -28,7 +28,7 @@ from trainkit.model.deferred_init import is_deferred, make_real
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
-from trainkit.strategy import Strategy, loss_weight, named_state
+from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
 from trainkit.task import TaskModule, has_phases
 from trainkit.tree import map_tensors, to_device
 
@@ -188,6 +188,7 @@ class PipelineStrategy(MultiProcessStrategy):
     def setup(self, precision: Precision) -> None:
         """Join the other ranks, with nothing partitioned; collective."""
         super().setup(precision)
+        self.staged_model.dtype = precision.compute_type
         self.mesh.join(timeout=timedelta(seconds=self.ranks.timeout_seconds))
         self._of_all_ranks = self.comm
         self._take_place()
@@ -654,9 +655,14 @@ class PipelineStrategy(MultiProcessStrategy):
         return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
     def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
-        """Return the number of stages for training on `source`, their table and a drawing; the task stays whole."""
-        self.precision = precision
+        """Return the number of stages for training on `source`, their table and a drawing; the task stays whole.
+
+        Costs are those of the requested device.
+        """
+        is_cuda = pick_device(self._requested_device).type == "cuda"
+        self.device, self.precision = torch.device("cuda" if is_cuda else "cpu"), precision
         precision.setup(self.device)
+        self.staged_model.dtype = precision.compute_type
         report = self._plan_alone(task, source)
         return f"{len(report.stages)} stages\n{report}\n\n{draw_stages(report)}"
 

@@ -28,6 +28,7 @@ from trainkit.tree import map_tensors, tree_leaves, tree_map
 from .attributes import AttributeWatch, class_numbers, outline
 from .graph import (
     GRADIENT,
+    NOMINAL,
     RETURN,
     Call,
     Constant,
@@ -37,6 +38,7 @@ from .graph import (
     NodeCost,
     NodeOutput,
     ParameterRef,
+    Rates,
     ScalarValue,
     Step,
     TracedGraph,
@@ -66,13 +68,15 @@ def trace(
     preceding: Sequence[Step] = (),
     left_behind: frozenset[str] = frozenset(),
     changed: frozenset[str] = frozenset(),
+    rates: Rates = NOMINAL,
 ) -> TraceResult:
     """Trace one run of `step` on a copy of `batch`; the task and all generators are restored.
 
     Calls of the modules named in `leaf_modules` are one node each, and so is every torch call outside of them. With
     `fake` nothing is computed and no memory is used: parameters may be on the meta device. `preceding` are the
     steps of other phases, which run before, and `left_behind` the attributes in which these leave tensors of one stage;
-    using one is an error. `changed` are the names of the state that other steps change.
+    using one is an error. `changed` are the names of the state that other steps change. `rates` are those of the device
+    that trains: every stage computes what depends on the batch alone if it is cheap there.
     """
     interceptor = ModuleInterceptor(task, [name for name, _ in task.named_modules() if name])
 
@@ -94,6 +98,7 @@ def trace(
             fake=fake,
             left_behind=left_behind,
             changed=changed,
+            rates=rates,
             calls_hooks=calls_hooks,
         )
         fakes = fake_tensors(task) if fake else nullcontext()
@@ -200,11 +205,12 @@ class Tracer(TracingMode):
         left_behind: frozenset[str],
         before: PreservedState,
         changed: frozenset[str],
+        rates: Rates,
         calls_hooks: bool,
     ):
         super().__init__()
         self.batch = batch
-        self._before, self._changed_elsewhere = before, changed
+        self._before, self._changed_elsewhere, self._rates = before, changed, rates
         self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in left_behind}
         self._calls_hooks = calls_hooks
         self._hooked: set[str] = set()  # leaf modules with forward hooks
@@ -590,7 +596,7 @@ class Tracer(TracingMode):
         self._checkpoints.clear()
         self.hazards.check_arrays()
         self._add_changes()
-        mark_batch_only_nodes(self._nodes, self._values, changed=self._changed_elsewhere)
+        mark_batch_only_nodes(self._nodes, self._values, changed=self._changed_elsewhere, rates=self._rates)
         if self._leaf_modules:  # in a survey also those of scripted modules
             self._check_hidden_uses()
         numbers = None
@@ -843,14 +849,18 @@ _SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive",
 
 
 def mark_batch_only_nodes(
-    nodes: Sequence[Node], values: Sequence[Value], *, changed: frozenset[str] = frozenset()
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    *,
+    changed: frozenset[str] = frozenset(),
+    rates: Rates = NOMINAL,
 ) -> None:
     """Mark the nodes and values that depend on the batch and constants alone, except expensive ones.
 
     State that this step changes, or another one by `changed`, is not constant.
     """
     states = changed.union(*(node.written_buffers for node in nodes))
-    expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost) for node in nodes), CHEAP_SECONDS)
+    expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost, rates) for node in nodes), CHEAP_SECONDS)
     tainted: set[int] = set()
     while True:
         before = len(tainted)
@@ -863,7 +873,7 @@ def mark_batch_only_nodes(
                 or node.name == RETURN
                 or (node.is_random and node.checkpoint is not None)  # draws after others of its stage
                 or {*node.inputs, *made} & tainted
-                or estimated_seconds(node.cost) > expensive
+                or estimated_seconds(node.cost, rates) > expensive
             )
             if not node.is_batch_only:
                 tainted.update(made)

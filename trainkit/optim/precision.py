@@ -76,6 +76,11 @@ class Precision:
         """The dtype for floating-point tensors of a batch; `None` keeps theirs."""
         return None if self._dtype is torch.float32 else self._dtype
 
+    @property
+    def compute_type(self) -> torch.dtype:
+        """The dtype of products of matrices in a forward."""
+        return _MIXED_TYPES.get(self.name, self._dtype)
+
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss that backward starts from."""
         return loss if self.scaler is None else self.scaler.scale(loss)
