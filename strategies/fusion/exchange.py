@@ -32,7 +32,7 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.transport import WaitableWork, WatchedWork
-from .host_copy import Event, open_host_copier
+from ..host_copy import Event, open_host_copier
 from .partition import equal_shards, split_into_chunks
 from .point_to_point import MessageThread, receive, send
 from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, add_loss, ordered_sum

@@ -21,8 +21,8 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
+from ..host_copy import Event, open_host_copier
 from .exchange import GlooExchange
-from .host_copy import Event, open_host_copier
 from .transport import FusionSettings, ShardTransport, ShardWork, add_loss, ordered_sum
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ddp.transport import Transport, Work, dtype_sent
+from ..host_copy import Event, HostCopier
 from ..own_groups import OwnGroups
-from .host_copy import Event, HostCopier
 
 
 @dataclass(frozen=True)

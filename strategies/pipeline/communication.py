@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from trainkit.metrics.step_output import StepOutput
 
+from ..host_copy import Event, open_host_copier
 from .schedules import Action
 
 HEADER_TAG = 1 << 28
@@ -54,30 +56,36 @@ class PendingReceive:
         """Return the received tensor on the device; `what` names it in the error of a timeout."""
         tensor = self._wait_for(what)
         assert tensor is not None
-        return tensor.to(self.device)
+        return tensor.to(self.device, non_blocking=True)  # pinned, as the copy would wait for the device otherwise
 
     def open_gradient(self, what: str) -> Tensor | None:
         """Return the received gradient on the device, or `None` if the other stage has none."""
         tensor = self._wait_for(what)
         if tensor is None or (self.local is None and tensor.numel() and is_missing_gradient(tensor)):
             return None
-        return tensor.to(self.device)
+        return tensor.to(self.device, non_blocking=True)
 
     def _wait_for(self, what: str) -> Tensor | None:
         if self.local is not None:
             return self.local.popleft()
         if self.work is not None:
-            _wait(self.work, f"waiting for {what}")
+            _wait(self.work.wait, f"waiting for {what}")
         return self.tensor
 
 
 class StageChannel:
-    """Point-to-point messages within one replica, by stage rank and tag; messages of one tag keep their order."""
+    """Point-to-point messages within one replica, by stage rank and tag; messages of one tag keep their order.
+
+    On a CUDA device tensors are copied to pinned memory on a separate stream, and a thread sends them once they are
+    there, in their order: neither a send nor a receive waits for the device.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, device: torch.device):
         self._group, self._rank, self._device = group, rank, device
         self._sending: list[_Sending] = []
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
+        self._copier = open_host_copier(device)
+        self._sender = ThreadPoolExecutor(max_workers=1) if device.type == "cuda" else None
 
     def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
         """Start sending; the tensor stays in memory until `user`, the action that needs it, is known to have it.
@@ -89,10 +97,17 @@ class StageChannel:
             return
         if tensor.numel() == 0:
             return
-        tensor = tensor.cpu().contiguous()
-        work = dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
-        if work is not None:
-            self._sending.append(_Sending(work, tensor, to, user))
+        start: Callable[[Tensor], Any] = partial(dist.isend, group=self._group, group_dst=to, tag=tag)
+        tensor = tensor.contiguous()
+        if self._sender is None:
+            self._sending.append(_Sending(start(tensor).wait, tensor, to, user))
+            return
+        on_host, copied = tensor, None
+        if tensor.device.type == self._device.type:
+            on_host = self._copier.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+            copied = self._copier.to_host(tensor, on_host, after=self._copier.mark())
+        started = self._sender.submit(_send_once_copied, start, tensor, on_host, copied)
+        self._sending.append(_Sending(lambda: started.result().wait(), on_host, to, user))
 
     def release(self, *, to: int, begun: Collection[Action]) -> None:
         """Drop the tensors for actions of rank `to` that have begun: it has received them."""
@@ -119,7 +134,7 @@ class StageChannel:
         """Start receiving in the background what rank `source` sends with `tag`, and return the pending receive."""
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
         if tensor.numel() == 0:
             return PendingReceive(tensor, None, None, self._device)
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
@@ -168,7 +183,7 @@ class DeviceChannel(StageChannel):
             super().send(tensor, to=to, tag=tag, user=user)
             return
         tensor = tensor.contiguous()
-        self._sending.append(_Sending(self._start(dist.isend, tensor, lane), tensor, to, user))
+        self._sending.append(_Sending(self._start(dist.isend, tensor, lane).wait, tensor, to, user))
 
     def send_gradient(
         self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int, user: Action, lane: Lane | None = None
@@ -219,18 +234,25 @@ class _PendingGradient(PendingReceive):
 class _Sending:
     """A tensor that is being sent to rank `to` for an action of it."""
 
-    work: dist.Work
+    wait_for_work: Callable[[], object]
     tensor: Tensor
     to: int
     user: Action | None
 
     def wait(self) -> None:
-        _wait(self.work, f"sending a tensor of shape {tuple(self.tensor.shape)}")
+        _wait(self.wait_for_work, f"sending a tensor of shape {tuple(self.tensor.shape)}")
 
 
-def _wait(work: dist.Work, what: str) -> None:
+def _send_once_copied(start: Callable[[Tensor], Any], tensor: Tensor, on_host: Tensor, copied: Event) -> Any:
+    """Start to send the copy of a tensor, which stays in memory until it is copied."""
+    if copied is not None:
+        copied.synchronize()
+    return start(on_host)
+
+
+def _wait(wait_for_work: Callable[[], object], what: str) -> None:
     try:
-        work.wait()
+        wait_for_work()
     except RuntimeError as error:
         outcome = "timed out" if "imed out" in str(error) else "failed"
         raise RuntimeError(f"rank {dist.get_rank()} {outcome} {what}: {error}") from error

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.fusion.communication_thread import CHECK_SECONDS, CommunicationThread
-from trainkit.strategies.fusion.host_copy import HostCopier
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.fusion.transport import FusionSettings, ShardTransport
+from trainkit.strategies.host_copy import HostCopier
 
 from tests.equality import Perceptron, numbers
 from tests.strategies.fusion.training import train, trained

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from trainkit.strategies.fusion import exchange as exchange_module
 from trainkit.strategies.fusion.exchange import GlooExchange
-from trainkit.strategies.fusion.host_copy import HostCopier
 from trainkit.strategies.fusion.point_to_point import Messages
 from trainkit.strategies.fusion.transport import FusionSettings, ServerGroups
+from trainkit.strategies.host_copy import HostCopier
 
 NUM_CHUNKS = 7
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trainkit.strategies.fusion.host_copy import CudaHostCopier
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.host_copy import CudaHostCopier
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import largest_difference

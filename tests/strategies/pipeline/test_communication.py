@@ -1,9 +1,13 @@
 """Messages between stages in lanes: the same weights as through host memory, with NCCL or with gloo in its place."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.communication import DeviceChannel, Lane, lane_backend
+from trainkit.strategies.host_copy import HostCopier
+from trainkit.strategies.pipeline.communication import DeviceChannel, Lane, StageChannel, lane_backend
 from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
@@ -11,6 +15,48 @@ from trainkit.strategies.single import SingleStrategy
 from tests.strategies.pipeline.models import EncoderDecoder, Gpt, Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
 from trainkit.testing import run_ranks
+
+
+class _LateCopier(HostCopier):
+    """Copies that end when the test says so."""
+
+    def __init__(self):
+        self.device_is_done = threading.Event()
+
+    def to_host(self, source, target, *, after):
+        return _LateCopy(self.device_is_done, source, target)
+
+
+class _LateCopy:
+    def __init__(self, device_is_done, source, target):
+        self._device_is_done, self._source, self._target = device_is_done, source, target
+
+    def synchronize(self):
+        if not self._device_is_done.wait(20):
+            raise RuntimeError("the device is never done")
+        self._target.copy_(self._source)
+
+
+def _sent_before_the_device_is_done():
+    rank = dist.get_rank()
+    channel = StageChannel(dist.new_group([0, 1], backend="gloo"), rank=rank, device=torch.device("cpu"))
+    if rank == 1:
+        pending = [channel.expect((2, 3), torch.float32, source=0, tag=7) for _ in range(2)]
+        return [each.open("an activation").tolist() for each in pending]
+    channel._sender, channel._copier = ThreadPoolExecutor(1), _LateCopier()  # as on a CUDA device
+    for index in range(2):
+        sent = torch.full((3, 2), float(index + 1)).T
+        channel.send(sent, to=1, tag=7, user=Action(FORWARD, 1, index))
+    channel._copier.device_is_done.set()
+    channel.finish()
+    return None
+
+
+def test_a_send_does_not_wait_for_the_device_and_sends_in_order_what_is_copied():
+    _, received = run_ranks(_sent_before_the_device_is_done, 2, timeout=120)
+
+    assert received == [[[1.0] * 3] * 2, [[2.0] * 3] * 2]
+
 
 FORTH, BACK = Lane(0, 1, FORWARD, (0, 1)), Lane(1, 0, BACKWARD, (1, 0))
 

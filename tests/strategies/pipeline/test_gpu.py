@@ -105,3 +105,29 @@ def test_replicas_on_one_gpu_with_whole_and_sharded_optimizers_have_the_weights_
 
 def test_either_placement_trains_on_one_gpu_to_the_weights_of_one_process():
     _assert_equal(4, [(Mlp, {**DEVICE, **settings}) for settings in PLACEMENTS])
+
+
+def _trained_without_waiting_for_the_device():
+    """Train two steps; in the third, torch raises where a stage waits for the device between its actions."""
+    strategy = PipelineStrategy(stages=2, **DEVICE, verify="off")
+    training = Training(make(Mlp), strategy)
+    batches = step_batches(Mlp, sizes=SIZES, num_steps=3)
+    on_device = list(strategy.step_batches(iter(batches), pin_memory=False))
+    training.run(on_device[:2])
+    train = strategy.runtime.train
+
+    def watched(*arguments, **settings):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train(*arguments, **settings)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    strategy.runtime.train = watched
+    training.run(on_device[2:])
+    strategy.teardown()
+    return True
+
+
+def test_stages_that_send_through_host_memory_do_not_wait_for_the_device():
+    assert run_ranks(_trained_without_waiting_for_the_device, 2, timeout=400) == [True, True]

@@ -1,4 +1,4 @@
-"""HostCopier: copies between the device, where gradients are, and the host memory from which they are sent.
+"""HostCopier: copies between the device, where tensors are, and the host memory from which they are sent.
 
 The end of a copy is an event on the copier's stream, or `None` for one that has ended.
 """
@@ -40,7 +40,7 @@ class HostCopier:
 
 
 class CudaHostCopier(HostCopier):
-    """Copies between a CUDA device and pinned memory on a separate stream, concurrent with backward."""
+    """Copies between a CUDA device and pinned memory on a separate stream, concurrent with the training stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
