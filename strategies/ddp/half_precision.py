@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from .comm_hooks import ErrorFeedback, sum_of_errors
-from .transport import ProcessGroupTransport, Work, dtype_sent
+from .transport import ProcessGroupTransport, Work, add_loss, dtype_sent
 
 
 class HalfPrecisionTransport(ProcessGroupTransport):
@@ -95,7 +95,7 @@ class FeedbackWork:
         self.shard = -(-len(flat) // world_size)
         self.sent = torch.zeros(world_size * self.shard, dtype=transport.dtype, device=flat.device)
         self.sent[: len(flat)] = flat
-        _keep_loss(error, flat, self.sent)
+        add_loss(error, flat, self.sent)
         self.arrived = torch.empty_like(self.sent)  # this rank's shard of every rank
         shards = dist.all_to_all_single(self.arrived, self.sent, group=transport.group, async_op=True)
         self.work = transport.watch(shards, where=where)
@@ -110,7 +110,7 @@ class FeedbackWork:
         wide = torch.promote_types(self.flat.dtype, torch.float32)
         total = self.arrived.view(group.size(), shard).to(wide).sum(0)
         rounded = total.to(self.sent.dtype)
-        _keep_loss(self.error[group.rank() * shard :][:shard], total, rounded)
+        add_loss(self.error[group.rank() * shard :][:shard], total, rounded)
         sums = dist.all_gather(list(self.sent.split(shard)), rounded, group=group, async_op=True)
         self.work, self.has_sent_sum = self.transport.watch(sums, where=self.where, timed=self.timed), True
 
@@ -119,12 +119,6 @@ class FeedbackWork:
         self.work.wait()
         self.finished_at = self.work.finished_at
         self.flat.copy_(self.sent[: len(self.flat)])
-
-
-def _keep_loss(error: Tensor, exact: Tensor, rounded: Tensor) -> None:
-    """Add to `error` what rounding has lost; nothing of gradients that overflowed, or are NaN: they would stay."""
-    lost = exact[: len(error)] - rounded[: len(error)]
-    error.add_(lost.nan_to_num_(0.0, 0.0, 0.0))
 
 
 @dataclass(slots=True)

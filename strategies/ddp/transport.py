@@ -261,6 +261,16 @@ def dtype_sent(dtype: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
     return chosen
 
 
+def add_loss(error: Tensor | None, exact: Tensor, rounded: Tensor) -> None:
+    """Add to `error`, if any, what rounding has lost of the gradients in `exact`; flags may follow them.
+
+    Gradients that overflow, or are NaN, lose nothing: they would stay in the error for ever.
+    """
+    if error is not None:
+        lost = exact[: len(error)] - rounded[: len(error)]
+        error.add_(lost.nan_to_num_(0.0, 0.0, 0.0))
+
+
 def _as_tensor(value: Any) -> Tensor:
     """Return the tensor of a hook's result; some futures hold a list of one."""
     while isinstance(value, list | tuple) and len(value) == 1:

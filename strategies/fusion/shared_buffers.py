@@ -21,9 +21,10 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
+from ..ddp.transport import add_loss
 from ..host_copy import Event, open_host_copier
 from .exchange import GlooExchange
-from .transport import FusionSettings, ShardTransport, ShardWork, add_loss, ordered_sum
+from .transport import FusionSettings, ShardTransport, ShardWork, ordered_sum
 
 
 class SharedBuffers(SharedMemoryTransport, ShardTransport):

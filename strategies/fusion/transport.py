@@ -129,16 +129,6 @@ def open_server_groups(
     return None
 
 
-def add_loss(error: Tensor | None, exact: Tensor, rounded: Tensor) -> None:
-    """Add to `error`, if any, what rounding has lost of the gradients in `exact`; flags may follow them.
-
-    Gradients that overflow, or are NaN, lose nothing: they would stay in the error for ever.
-    """
-    if error is not None:
-        lost = exact[: len(error)] - rounded[: len(error)]
-        error.add_(lost.nan_to_num_(0.0, 0.0, 0.0))
-
-
 def ordered_sum(shards: list[Tensor]) -> Tensor:
     """Return the sum of all ranks' shards, added in rank order, in at least float32."""
     first, *others = shards
