@@ -21,7 +21,16 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Data, TaskModule, Trainer
 from trainkit.distributed import failure_store
-from trainkit.distributed.failure_store import FailureStore, RankError, RankWatchdog, is_lost, place_of
+from trainkit.distributed.collectives import ProcessGroupCollectives
+from trainkit.distributed.failure_store import (
+    FailureStore,
+    Host,
+    RankError,
+    RankWatchdog,
+    is_lost,
+    is_of_this_machine,
+    place_of,
+)
 from trainkit.run_dir.failure import phase_in
 from trainkit.testing import rank_outcomes, run_ranks
 
@@ -169,10 +178,47 @@ def test_a_store_that_does_not_answer_is_the_cause_and_is_asked_once() -> None:
     assert "has not answered for 0 s: its machine or the link to it is down" in str(first)
 
 
+def cause_with_the_store_on_a_host(has_store: str) -> str:
+    """Return why three ranks on two hosts stop when the store does not answer; `has_store` is its host."""
+    name = "host0" if dist.get_rank() < 2 else "host1"
+    failure_store.STORE_SECONDS = 0.1
+    failure_store.socket.gethostname = lambda: name
+    failure_store.is_of_this_machine = lambda address: address == "127.0.0.1" and name == has_store
+    joined = ProcessGroupCollectives.join(
+        dist.group.WORLD, device=torch.device("cpu"), timeout_seconds=LIMIT, step=lambda: 0
+    )
+    store = joined.failure_store
+    assert store is not None
+    store.store = SilentStore()
+    return str(store.root_cause())
+
+
+@pytest.mark.parametrize(
+    ("has_store", "place", "ranks"),
+    [
+        ("host0", "host0", "; ranks there: 0, 1"),
+        ("host1", "host1", "; ranks there: 2"),
+        ("one without ranks", "127.0.0.1", ""),
+    ],
+)
+def test_the_host_of_a_store_that_does_not_answer_is_named_with_its_ranks(has_store, place, ranks) -> None:
+    for cause in run_ranks(cause_with_the_store_on_a_host, 3, has_store):
+        assert cause == (
+            f"the process that kept the ranks' store on {place}, rank 0 or the one that started them, has not answered "
+            f"for 0 s: its machine or the link to it is down{ranks}"
+        )
+
+
+def test_the_address_of_another_machine_is_not_of_this_one() -> None:
+    assert is_of_this_machine("127.0.0.1") and is_of_this_machine("localhost")
+    assert not is_of_this_machine("192.0.2.1"), "an address for documentation"
+    assert not is_of_this_machine(""), "a store without a network"
+
+
 def errors_of_two_hosts() -> tuple[str, str]:
-    failure_store.socket.gethostname = lambda: f"host{dist.get_rank()}"
     failure_store.ANSWER_SECONDS = failure_store.POLL_SECONDS = 0.2
-    store = FailureStore(dist.group.WORLD, token="hosts")
+    hosts = [Host("host0", has_store=True), Host("host1", has_store=False)]
+    store = FailureStore(dist.group.WORLD, token="hosts", hosts=hosts)
     dist.barrier()
     if dist.get_rank() == 1:
         dist.barrier()

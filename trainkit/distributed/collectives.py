@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
+from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, this_host
 from trainkit.tree import concatenate
 
 T = TypeVar("T")
@@ -146,7 +146,8 @@ class ProcessGroupCollectives(Collectives):
         comm = cls(group, device=device, timeout_seconds=timeout_seconds, step=step)
         if group.size() > 1:
             comm.consensus = StopConsensus(group, device=torch.device("cpu") if has_host_backend(group) else device)
-            comm.failure_store = FailureStore(group, token=gather(secrets.token_hex(8), group)[0])
+            tokens, hosts = zip(*gather((secrets.token_hex(8), this_host(group)), group), strict=True)
+            comm.failure_store = FailureStore(group, token=tokens[0], hosts=hosts)
         return comm
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:

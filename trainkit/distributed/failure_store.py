@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -58,18 +58,37 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
 
 
+class Host(NamedTuple):
+    """The host of a rank."""
+
+    name: str
+    has_store: bool
+    """True if the store of the ranks is on this host."""
+
+
+def this_host(group: dist.ProcessGroup) -> Host:
+    """Return the host of this process."""
+    return Host(socket.gethostname(), is_of_this_machine(_address_of(_store_of(group))))
+
+
 class FailureStore:
     """The first failure and the position of each rank, in the key-value store of a process group.
 
-    `token` names this store, equal on all ranks and unique among stores.
+    `token` names this store, equal on all ranks and unique among stores. `hosts` are those of the ranks, if known: the
+    store cannot tell them once its own host is down.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, token: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, token: str, hosts: Sequence[Host] = ()) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         self.is_answered = False  # True while a RankWatchdog of each rank answers questions
-        self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", _store_of(group))
+        store = _store_of(group)
+        # A second connection: reading must not wait behind a collective that blocks the shared one.
+        own = getattr(store, "clone", lambda: store)()
+        own.set_timeout(timedelta(seconds=10))
+        self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", own)
+        self._address = _address_of(store)
+        self._hosts = hosts
         self._is_silent = False  # True once the store has not answered
-        self.store.set(f"host/{self.rank}", socket.gethostname())
 
     def publish(self, message: str) -> None:
         """Store `message` as the root cause unless another rank was first."""
@@ -82,10 +101,7 @@ class FailureStore:
         try:
             return self._read(FAILURE_KEY)
         except dist.DistNetworkError:
-            keeper = "the process that kept the ranks' store, rank 0 or the one that started them,"
-            if self._is_silent:
-                return f"{keeper} has not answered for {STORE_SECONDS:.0f} s: its machine or the link to it is down"
-            return f"{keeper} is gone"
+            return self._store_is_lost()
 
     def note_waiting(self, where: str) -> None:
         """Store that this rank has been waiting in `where` for a while; "": it waits no more."""
@@ -135,11 +151,22 @@ class FailureStore:
         silent = [name for rank, name in enumerate(self._names()) if rank not in answered]
         return f"; no answer from {', '.join(silent)}" if silent else ""
 
+    def _store_is_lost(self) -> str:
+        """Return why the store does not answer, with the host that it was on and the ranks there."""
+        ranks = [rank for rank, host in enumerate(self._hosts) if host.has_store]
+        host = self._hosts[ranks[0]].name if ranks else self._address
+        keeper = f"the process that kept the ranks' store{host and f' on {host}'}, rank 0 or the one that started them,"
+        if not self._is_silent:
+            return f"{keeper} is gone"
+        there = f"; ranks there: {', '.join(map(str, ranks))}" if ranks else ""
+        return f"{keeper} has not answered for {STORE_SECONDS:.0f} s: its machine or the link to it is down{there}"
+
     def _names(self) -> list[str]:
         """Return what each rank is called: its number, with its host if there are several."""
-        hosts = [self._read(f"host/{rank}") for rank in range(self.world_size)]
-        several = len(set(hosts)) > 1
-        return [f"rank {rank}" + (f" on {host}" if several else "") for rank, host in enumerate(hosts)]
+        several = len({host.name for host in self._hosts}) > 1
+        if not several:
+            return [f"rank {rank}" for rank in range(self.world_size)]
+        return [f"rank {rank} on {host.name}" for rank, host in enumerate(self._hosts)]
 
     def _ask(self) -> dict[int, str]:
         """Ask for the position of every rank; return those that answer in time."""
@@ -229,7 +256,23 @@ def place_of(innermost: FrameType, describe: Callable[[Sequence[FrameType]], str
 def _store_of(group: dist.ProcessGroup) -> Store:
     read = getattr(group, "get_group_store", dist.distributed_c10d._get_default_store)  # torch >= 2.9
     store: Store = read()
-    # A second connection: reading must not wait behind a collective that blocks the shared one.
-    store = getattr(store, "clone", lambda: store)()
-    store.set_timeout(timedelta(seconds=10))
     return store
+
+
+def _address_of(store: Store) -> str:
+    """Return the address of the machine that a store is on, or its name; "" for a store without a network."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    address: str = getattr(store, "host", "")
+    return address
+
+
+def is_of_this_machine(address: str) -> bool:
+    """Return True if this machine has an address, or the one of a name."""
+    try:
+        family, kind, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as bound:
+            bound.bind(found)
+    except OSError:
+        return False
+    return True

@@ -185,5 +185,5 @@ def test_a_failure_store_keeps_the_first_cause_and_reports_when_its_process_is_g
     failure_store.publish("nobody reads this")
     assert (
         failure_store.root_cause()
-        == "the process that kept the ranks' store, rank 0 or the one that started them, is gone"
+        == "the process that kept the ranks' store on 127.0.0.1, rank 0 or the one that started them, is gone"
     )
