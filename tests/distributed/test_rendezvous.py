@@ -13,6 +13,7 @@ import pytest
 from tests.program import Program
 from trainkit.checkpoint.store import load_from
 from trainkit.cli.main import main
+from trainkit.distributed.ray_launcher import RayWorker
 from trainkit.distributed.rendezvous import first_host, port_of, store_of_environment, variables_of_task
 
 STEP = {
@@ -144,10 +145,11 @@ def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp
 
 
 def listens_at(port: int) -> list[str]:
-    """Return the addresses at which something listens on a port, as the kernel writes them."""
+    """Return the addresses at which something listens on a port; one of IPv6 as the kernel writes it."""
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
-    return [address.split(":")[0] for address in listening if int(address.split(":")[1], 16) == port]
+    found = [address.split(":")[0] for address in listening if int(address.split(":")[1], 16) == port]
+    return [socket.inet_ntoa(bytes.fromhex(text)[::-1]) if len(text) == 8 else text for text in found]
 
 
 def test_rank_0_listens_at_its_address_alone_and_may_come_twice(monkeypatch):
@@ -158,7 +160,14 @@ def test_rank_0_listens_at_its_address_alone_and_may_come_twice(monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     first, rank, world_size = store_of_environment(timedelta(seconds=30))
-    assert listens_at(port) == ["0100007F"] and (rank, world_size) == (0, 1)
+    assert listens_at(port) == ["127.0.0.1"] and (rank, world_size) == (0, 1)
     first.set("key", "value")
     second, _, _ = store_of_environment(timedelta(seconds=30))
     assert second.get("key") == b"value"
+
+
+def test_the_store_of_ranks_on_ray_listens_at_the_address_of_its_node_alone():
+    pytest.importorskip("ray")
+    worker = RayWorker()
+    host, port = worker.open_store()
+    assert listens_at(port) == [host]
