@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from trainkit import Callback, Data, TaskModule, Trainer, registry
 from trainkit.errors import RemoteRankError
 
 TIMEOUT, CUT_SECONDS, CUT_AT, STEPS = 12, 5, 3, 6
+# After the time-out a rank may wait for the store (10 s) or the answers of others (3 s), and for its watchdog (5 s).
+LAST_SECONDS = 25
 LIMIT_SECONDS = 400
 PORT, RENDEZVOUS, NOBODY = 29401, "torch.rendezvous.links", b"Y2FuaW1hZGFt"  # torch's key of the hosts that are there
 STRATEGIES = ["ddp", "fusion", "fsdp", "torch_ddp", "pipeline"]
@@ -135,20 +138,31 @@ def let_a_host_vanish(run_dir: str) -> None:
 
 
 def cut_the_link(name: str, mended: bool, run_dir: str) -> None:
-    """Run two ranks on two hosts, cut the link of the second, and print what they print, as JSON."""
+    """Run two ranks on two hosts, cut the link of the second, and print as JSON what they print, and when.
+
+    Seconds are from the cut to the end of a rank's process.
+    """
     command = [sys.executable, "-m", __spec__.name, "rank", name, run_dir]
     with Hosts(command, count=2, ranks=1, megabits=1000) as hosts:
         while (line := hosts.read_line(0)) != "cut\n":
             assert line, "rank 0 has ended before the cut"
         hosts.link(1, "down")
+        cut = time.monotonic()
         if mended:
             time.sleep(CUT_SECONDS)
             hosts.link(1, "up")
-        print(json.dumps([json.loads(hosts.read_lines(host)[-1]) for host in (0, 1)]))
+        with ThreadPoolExecutor() as pool:  # the ranks may end in any order
+            print(json.dumps([*pool.map(lambda host: end_of(hosts, host, cut), (0, 1))]))
+
+
+def end_of(hosts: Hosts, host: int, since: float) -> tuple[Any, float]:
+    """Wait for the end of a host's program; return what it has printed last, and the seconds since a moment."""
+    lines = hosts.read_lines(host)
+    return json.loads(lines[-1]), time.monotonic() - since
 
 
 def outcomes(name: str, *, mended: bool, folder: Path) -> list[Any]:
-    """Return for each of two ranks its weights, or the reason for which it has ended."""
+    """Return for each of two ranks its weights, or the reason for which it has ended, and the seconds until its end."""
     return printed_by("cut", name, "mended" if mended else "", str(folder))
 
 
@@ -173,16 +187,18 @@ pytestmark = [
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_link_that_is_cut_for_seconds_delays_a_step_and_changes_no_weight(name, tmp_path):
     expected = torch.tensor(fit(SingleStrategy(device="cpu"), tmp_path / "one"))
-    for weights in outcomes(name, mended=True, folder=tmp_path / "hosts"):
+    for weights, _ in outcomes(name, mended=True, folder=tmp_path / "hosts"):
         assert isinstance(weights, list), weights
         torch.testing.assert_close(torch.tensor(weights), expected)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_link_that_is_cut_for_good_ends_both_ranks_and_names_the_other_host(name, tmp_path):
-    with_store, without = outcomes(name, mended=False, folder=tmp_path)
+def test_a_link_that_is_cut_for_good_ends_both_ranks_in_time_and_names_the_other_host(name, tmp_path):
+    (with_store, seconds), (without, later) = outcomes(name, mended=False, folder=tmp_path)
     assert "rank 1 on host1" in with_store
-    assert "its machine or the link to it is down" in without
+    assert "the ranks' store on host0" in without
+    assert "its machine or the link to it is down; ranks there: 0" in without
+    assert max(seconds, later) < TIMEOUT + LAST_SECONDS
 
 
 def test_under_torchrun_a_run_goes_on_without_a_host_that_vanishes_and_with_one_that_joins(tmp_path):
