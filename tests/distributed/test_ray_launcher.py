@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_ranks_that_hold_shards_have_the_weights_of_one_process(head, tmp_path):
 
 @pytest.mark.parametrize("noticed_first_by", ["Ray", "a rank"])
 def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_run(
-    noticed_first_by, head, tmp_path, monkeypatch
+    noticed_first_by, head, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(ray_launcher, "GRACE_SECONDS", 5.0 if noticed_first_by == "Ray" else 0.0)
     losses = [LoseNode(kept=head), *([] if noticed_first_by == "Ray" else [LoseRank()])]
@@ -189,6 +190,7 @@ def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_ru
     assert [start[:3] for start in second] == [["0", "2", "8"]]
     assert first[0][3] != second[0][3]
     assert first[1][3] == head
+    assert f" on {socket.gethostname()} is gone" in caplog.text
     assert result.steps == 12
     trainer(tmp_path / "whole", SingleStrategy(device="cpu"), 12).fit(whole, data())
     torch.testing.assert_close(dict(task.state_dict()), dict(whole.state_dict()))

@@ -4,6 +4,7 @@ Hosts are network namespaces; `make torture` runs this.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch.distributed import TCPStore
 from torch.distributed import run as torchrun
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from benchmarks.hosts import Hosts, become_bridge, why_no_hosts
@@ -28,8 +30,11 @@ from trainkit.errors import RemoteRankError
 TIMEOUT, CUT_SECONDS, CUT_AT, STEPS = 12, 5, 3, 6
 # After the time-out a rank may wait for the store (10 s) or the answers of others (3 s), and for its watchdog (5 s).
 LAST_SECONDS = 25
+CHECKS = 5  # that Ray makes before it gives a node up
+RESTART_SECONDS = 40  # then: a new rank, its steps, and the end
 LIMIT_SECONDS = 400
 PORT, RENDEZVOUS, NOBODY = 29401, "torch.rendezvous.links", b"Y2FuaW1hZGFt"  # torch's key of the hosts that are there
+RAY = "10.77.0.1:6379"
 STRATEGIES = ["ddp", "fusion", "fsdp", "torch_ddp", "pipeline"]
 
 
@@ -47,11 +52,15 @@ class Regression(TaskModule):
 
 
 class NoteStart(Callback):
-    """Tells at which step training starts on how many ranks, and waits alone until the signal of another host."""
+    """Tells at which step training starts on how many ranks."""
 
     def on_fit_start(self, run: Any) -> None:
         if run.is_main:
             print(f"step {run.state.step} on {run.strategy.comm.world_size}", flush=True)
+
+
+class WaitForHost(Callback):
+    """Tells that a rank is alone, and waits until the signal of another host."""
 
     def on_step_end(self, run: Any) -> None:
         if run.is_main and run.state.step == CUT_AT + 1 and run.strategy.comm.world_size == 1:
@@ -89,11 +98,17 @@ def run_rank(name: str, run_dir: str) -> None:
         print(json.dumps(str(error)), flush=True)
 
 
-def run_agent(run_dir: str) -> None:
-    """Run torchrun on this host: the first one has the rendezvous, and the last one joins when it is told to."""
+def forget_rank() -> int:
+    """Remove the variables that make this process a rank; return the number of its host."""
     host = int(os.environ["RANK"])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
+    return host
+
+
+def run_agent(run_dir: str) -> None:
+    """Run torchrun on this host: the first one has the rendezvous, and the last one joins when it is told to."""
+    host = forget_rank()
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/several_machines.md
     if host == 0:
         store = TCPStore("10.77.0.1", PORT, is_master=True, wait_for_workers=False)
@@ -135,6 +150,45 @@ def let_a_host_vanish(run_dir: str) -> None:
             if line == "alone":
                 Path(run_dir, "join").touch()
         print(json.dumps(printed))
+
+
+def run_ray(run_dir: str) -> None:
+    """Run a node of a Ray cluster on this host; the first one trains on all of them, and prints its weights as JSON."""
+    host = forget_rank()
+    os.makedirs("/tmp/ray", exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/tmp/ray"], check=True)  # as on machines of their own
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--object-store-memory=80000000"]
+    start += [f"--node-ip-address=10.77.0.{host + 1}", "--disable-usage-stats"]
+    if host:
+        others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_health_check")}
+        subprocess.run([*start, f"--address={RAY}", "--block"], stdout=sys.stderr, check=True, env=others)
+        return
+    subprocess.run([*start, "--head", "--port=6379", "--include-dashboard=false"], stdout=sys.stderr, check=True)
+    import ray
+
+    ray.init(RAY)
+    while len(ray.nodes()) < 2:
+        time.sleep(0.5)
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING)
+    strategy = DDPStrategy(devices=2, device="cpu", launcher="ray", timeout_seconds=TIMEOUT)
+    print(json.dumps(fit(strategy, Path(run_dir), NoteStart(), WaitForCut(), Checkpoint(every="2step"))), flush=True)
+
+
+def let_a_host_vanish_under_ray(run_dir: str) -> None:
+    """Run two nodes of a Ray cluster, lose the second, and print what rank 0 and the caller print, and when it ends.
+
+    Seconds are from the loss to the end of the caller's process.
+    """
+    command = [sys.executable, "-m", __spec__.name, "node", run_dir]
+    log = Path(run_dir, "rank_0.log")
+    with Hosts(command, count=2, ranks=1, megabits=1000) as hosts:
+        while not log.exists() or "cut\n" not in log.read_text():
+            assert hosts.processes[0].poll() is None, "the caller has ended before the loss"
+            time.sleep(0.1)
+        hosts.vanish(1)
+        vanished = time.monotonic()
+        printed = hosts.read_lines(0)
+        print(json.dumps([log.read_text(), printed, time.monotonic() - vanished]))
 
 
 def cut_the_link(name: str, mended: bool, run_dir: str) -> None:
@@ -208,6 +262,20 @@ def test_under_torchrun_a_run_goes_on_without_a_host_that_vanishes_and_with_one_
     torch.testing.assert_close(torch.tensor(json.loads(weights)), expected)
 
 
+@pytest.mark.parametrize(("period", "timeout"), [(3, 10), (1, 1)], ids=["defaults", "documented"])
+def test_under_ray_a_run_continues_without_a_host_that_vanishes(period, timeout, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    expected = torch.tensor(fit(SingleStrategy(device="cpu"), tmp_path / "one"))
+    monkeypatch.setenv("RAY_health_check_period_ms", f"{1000 * period}")
+    monkeypatch.setenv("RAY_health_check_timeout_ms", f"{1000 * timeout}")
+    log, printed, seconds = printed_by("ray", str(tmp_path / "hosts"))
+    told = [line for line in log.splitlines() if line == "cut" or line.startswith("step ")]
+    assert told == ["step 0 on 2", "cut", "step 2 on 1"]
+    assert any("on host1 is gone" in line and "Resuming from step 2" in line for line in printed), printed
+    torch.testing.assert_close(torch.tensor(json.loads(printed[-1])), expected)
+    assert seconds < CHECKS * (period + timeout) + RESTART_SECONDS
+
+
 @pytest.mark.parametrize("name", ["ddp", "fusion"])
 def test_the_timeline_names_the_host_with_a_slow_link(name, tmp_path):
     advice = printed_by("slow", name, str(tmp_path / "hosts"))
@@ -228,9 +296,13 @@ if __name__ == "__main__":
         fit(registry.make("strategy", arguments[0], {"device": "cpu", "record_timeline": True}), Path(arguments[1]))
     elif role == "agent":
         run_agent(*arguments)
+    elif role == "node":
+        run_ray(*arguments)
+    elif role == "ray":
+        let_a_host_vanish_under_ray(*arguments)
     elif role == "elastic":
         strategy = registry.make("strategy", "ddp", {"timeout_seconds": TIMEOUT, "device": "cpu"})
-        callbacks = NoteStart(), WaitForCut(), Checkpoint(every="2step")
+        callbacks = NoteStart(), WaitForCut(), WaitForHost(), Checkpoint(every="2step")
         weights = fit(strategy, Path(arguments[0], "run"), *callbacks, resume="auto")
         if os.environ["RANK"] == "0":
             print(json.dumps(weights), flush=True)

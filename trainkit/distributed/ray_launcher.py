@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ from trainkit.run_dir.resume_auto import latest_complete
 T = TypeVar("T")
 
 PLACING_SECONDS = 60.0  # for a cluster that may be growing, or detecting a lost node
-LOST_SECONDS = 60.0  # for Ray to detect a node that does not answer
+LOST_SECONDS = 90.0  # for Ray to detect a node that does not answer, after 5 checks of 10 s, 3 s apart
 _POLL_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,11 @@ class RayWorker:
     def __init__(self) -> None:
         self._store: TCPStore | None = None
 
-    def location(self) -> tuple[int, str]:
-        """Return the pid of this process and the id of its node."""
+    def location(self) -> tuple[int, str, str]:
+        """Return the pid of this process, the id of its node, and the name of its host."""
         import ray
 
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+        return os.getpid(), ray.get_runtime_context().get_node_id(), socket.gethostname()
 
     def open_store(self) -> tuple[str, int]:
         """Open a store that the ranks of all nodes can reach, and return its address."""
@@ -120,11 +121,12 @@ def launch_on_ray(
 
 
 class _Ranks(NamedTuple):
-    """The actors of one start, with their pids and nodes."""
+    """The actors of one start, with their pids, nodes and hosts."""
 
     actors: list[Any]
     pids: list[int]
     nodes: list[str]
+    hosts: list[str]
 
     def run(self, payload: bytes, environment: RankEnvironment, received: list[int]) -> Any:
         """Return rank 0's value; raise the exception of the first rank that fails."""
@@ -180,7 +182,8 @@ class _Ranks(NamedTuple):
         if not causes and lost:
             if received:  # before it had signal handlers
                 raise Stopped(signal.Signals(received[0]).name, 128 + received[0])
-            raise RayRanksLost(f"rank {lost[0]} is gone with its process or its node.") from failures[lost[0]]
+            name = f"rank {lost[0]} on {self.hosts[lost[0]]}"
+            raise RayRanksLost(f"{name} is gone with its process or its node.") from failures[lost[0]]
         rank, error = next(iter((causes or raised).items()))
         if isinstance(error.cause, UserError | Stopped | KeyboardInterrupt):
             raise error.cause
@@ -216,8 +219,8 @@ def _placed(bundle: dict[str, float], num_ranks: int, *, at_least: int) -> Itera
             place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
             options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
             actors.append(ray.remote(RayWorker).options(**options).remote())
-        pids, nodes = zip(*(_get(actor.location.remote()) for actor in actors), strict=True)
-        yield _Ranks(actors, list(pids), list(nodes))
+        pids, nodes, hosts = zip(*(_get(actor.location.remote()) for actor in actors), strict=True)
+        yield _Ranks(actors, list(pids), list(nodes), list(hosts))
     finally:
         for actor in actors:
             ray.kill(actor)
