@@ -297,7 +297,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._hook_states, self._averaging, self._averaged = {}, None, {}
 
     def _new_timeline(self) -> Timeline:
-        return Timeline(self.comm.rank)
+        shares_memory = self.reducer is not None and self.reducer.transport.name == "shared_memory"
+        sends_nothing = shares_memory and len(self._hosts.ranks) == 1
+        is_compressed = self.comm_hook is not None or self.reduce_dtype is not None
+        compressed = "" if sends_nothing or is_compressed else "strategy.reduce_dtype=bf16"
+        return Timeline(self.comm.rank, compressed=compressed)
 
     # ---- A step
 

@@ -76,7 +76,8 @@ class StepTimes:
 class Timeline:
     """Records the times of the last steps of one rank, in which a bucket is called `word`.
 
-    The advice names the settings `size_key`, the size of a bucket in MiB, and `compressed`, which reduces the bytes.
+    The advice names the settings `size_key`, the size of a bucket in MiB, and `compressed`, which reduces the bytes; it
+    is empty if none does.
     """
 
     def __init__(
@@ -163,9 +164,10 @@ class Timeline:
                 f"Try {self.size_key}={4 * sum(sizes) / len(sizes) / MIB:.1f}."
             )
         elif exposed > 0.5 and matters and last.communication > last.backward:
+            compressed = f"{self.compressed}, or " if self.compressed else ""
             advice.append(
-                f"Communication takes longer than backward, so it cannot be hidden. Try {self.compressed}, "
-                "or more samples in a step (strategy.accumulate)."
+                f"Communication takes longer than backward, so it cannot be hidden. Try {compressed}"
+                "more samples in a step (strategy.accumulate)."
             )
         blocked = [number for number, b in enumerate(last.buckets) if b.launched - b.ready > 0.25 * last.backward]
         if blocked:

@@ -129,6 +129,25 @@ def test_ranks_that_share_memory_round_nothing(tmp_path):
         assert torch.equal(exact, rounded) and torch.equal(exact, feedback)
 
 
+class Advice(Recorder):
+    def on_step_end(self, run):
+        self.found = run.strategy.timeline.compressed
+
+
+def advised(run_dir):
+    """Return the setting that the timeline advises: in shared memory, between ranks, and if it is set."""
+    found = []
+    for settings in ({}, BETWEEN_RANKS, {**BETWEEN_RANKS, "reduce_dtype": "bf16"}):
+        advice = Advice()
+        drifted(DDPStrategy(device="cpu", record_timeline=True, **settings), run_dir, advice)
+        found.append(advice.found)
+    return found
+
+
+def test_the_timeline_advises_to_round_only_what_is_sent_unrounded(tmp_path):
+    assert run_ranks(advised, 2, tmp_path) == [["", "strategy.reduce_dtype=bf16", ""]] * 2
+
+
 # ---- Bytes
 
 

@@ -61,6 +61,13 @@ def test_the_summary_has_the_hidden_share_and_the_advice():
     assert Timeline(0).summary() == []
 
 
+def test_advice_without_a_compressing_setting_names_the_other_remedy():
+    recorded = timeline((1, 1, 20), (2, 2, 30))
+    assert "Try strategy.reduce_dtype=bf16, or more samples" in recorded.advice()[0]
+    recorded.compressed = ""
+    assert "Try more samples in a step" in recorded.advice()[0]
+
+
 def test_the_trace_has_an_event_for_each_bar(tmp_path):
     path = tmp_path / "traces" / "timeline.json"
     timeline((2, 2, 6), (4, 6, 12)).write(path)
