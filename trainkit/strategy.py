@@ -311,11 +311,6 @@ class Strategy:
         groups = [{**old, **{key: new[key] for key in ("fused", "foreach") if key in new}} for old, new in pairs]
         phase_optimizer.optimizer.load_state_dict({**saved, "param_groups": groups})
 
-    @property
-    def layout(self) -> str:
-        """Name of the layout of ranks; a resumed run with the same one repeats the random numbers of each rank."""
-        return type(self).__name__
-
     def strategy_state(self) -> dict[str, Any]:
         """Return what a resumed run needs beside task and optimizer, such as a partition; complete on rank 0."""
         return {}
@@ -406,6 +401,9 @@ class PlacesRanks(Protocol):
 
         `saved` is the `strategy_state` of the run that is resumed, which may be another strategy's; else it is empty.
         """
+
+    def places(self) -> object:
+        """Return where ranks are; a resumed run with the same places repeats the random numbers of each rank."""
 
 
 @runtime_checkable

@@ -239,10 +239,9 @@ class PipelineStrategy(MultiProcessStrategy):
                 best = min(self._plan_alone(task, source).traffic, key=lambda row: row.total).placement
         return self.comm.broadcast_object(best)
 
-    @property
-    def layout(self) -> str:
-        """Name of the class, and the rank of each stage of each replica."""
-        return f"{super().layout} {self.mesh.grid}"
+    def places(self) -> list[list[int]]:
+        """Return the rank of each stage of each replica."""
+        return self.mesh.grid
 
     def publish_failure(self, why: str) -> None:
         if hasattr(self, "runtime"):

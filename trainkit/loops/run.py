@@ -27,7 +27,7 @@ from trainkit.optim.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
 from trainkit.state import TrainState
-from trainkit.strategy import Strategy, SupportsShardedState
+from trainkit.strategy import PlacesRanks, Strategy, SupportsShardedState
 from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
@@ -449,7 +449,9 @@ class Checkpointer:
         return strategy.shards(run.task, run.phase_optimizers) if isinstance(strategy, SupportsShardedState) else None
 
     def _layout(self) -> str:
-        return f"{self._run.strategy.layout} {self._run.plan!r}"
+        strategy = self._run.strategy
+        places = f" {strategy.places()}" if isinstance(strategy, PlacesRanks) else ""
+        return f"{type(strategy).__name__} {self._run.plan!r}{places}"
 
     def _save_on_main(
         self, store: CheckpointStore, payload: dict[str, Any], *, background: bool, then: OnSaved | None, labels: Labels
