@@ -92,6 +92,7 @@ class Checkpoint(Callback):
                 raise UserError(f"checkpoint.{name} must be at least {least}, got {count}.")
         self.every = None if every is None else Duration.parse(every, where="checkpoint.every")
         self.monitor = None if monitor is None else Monitor(monitor, mode)
+        self.monitored = monitor
         self.save_top_k = save_top_k
         self.save_last_k = save_last_k
         self.save_at_end = save_at_end

@@ -42,7 +42,7 @@ class EarlyStopping(Callback):
             raise UserError(f"early_stopping.patience must be at least 1 evaluation, got {patience}.")
         if not min_delta >= 0:
             raise UserError(f"early_stopping.min_delta must not be negative, got {min_delta}.")
-        self.monitor = monitor
+        self.monitor = self.monitored = monitor
         self.mode = mode
         self.patience = patience
         self.min_delta = min_delta

@@ -31,6 +31,8 @@ class Callback:
 
     loads_from_disk: bool = False
     """True if `load_state_dict` takes tensors that are on the disk, in a file that a later save may replace."""
+    monitored: str | None = None
+    """The validation metric that the callback needs; a resumed run that has not measured it runs sanity batches."""
 
     def on_fit_start(self, run: Run) -> None:
         """Everything is prepared, or restored when resuming; no step has been made."""

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
@@ -402,6 +404,54 @@ def test_evaluations_of_a_resumed_run_come_at_the_steps_of_an_uninterrupted_one(
     trainer.fit(Regression(), data)
     make_trainer(callbacks=[recorder], num_sanity_batches=2, **settings).fit(Regression(), data, resume=trainer.run_dir)
     assert [(step, stage) for step, stage, _ in recorder.evaluations] == [(6, "validation"), (9, "validation")]
+    assert not recorder.steps_of("on_evaluation_start sanity")
+
+
+@pytest.mark.parametrize("stop", [2, 8], ids=["before the first validation", "after a validation"])
+@pytest.mark.parametrize("followed", ["checkpoint", "early stopping", "schedule"])
+def test_a_resumed_run_refuses_a_metric_that_is_not_measured_before_its_first_step(make_trainer, stop, followed):
+    def task(metric):
+        def schedule(optimizer):
+            return LRSchedule(lr_scheduler.ReduceLROnPlateau(optimizer), every="metric", metric=metric)
+
+        return Regression(with_schedule(schedule))
+
+    recorder, data = Recorder(), plain_data(validation=regression_data(6, seed=1))
+    settings = {"max_duration": "3epoch", "num_sanity_batches": 1}
+    trainer = make_trainer(callbacks=[StopAt(stop)], **settings)
+    trainer.fit(task("validation/loss"), data)
+    follows = {
+        "checkpoint": lambda: (task("validation/loss"), [Checkpoint(monitor="validation/los")]),
+        "early stopping": lambda: (task("validation/loss"), [EarlyStopping(monitor="validation/los")]),
+        "schedule": lambda: (task("validation/los"), []),
+    }
+    resumed, callbacks = follows[followed]()
+    with pytest.raises(UserError, match=r"'validation/los'.*Did you mean 'validation/loss'"):
+        make_trainer(callbacks=[recorder, *callbacks], **settings).fit(resumed, data, resume=trainer.run_dir)
+    assert recorder.steps_of("on_step_end") == []
+
+
+def test_a_resumed_run_may_follow_a_metric_that_the_task_has_gained(make_trainer):
+    class Squared(Regression):
+        def validation_step(self, batch):
+            loss = super().validation_step(batch)["loss"]
+            return {"loss": loss, "squared": loss**2}
+
+    data = plain_data(validation=regression_data(6, seed=1))
+    trainer = make_trainer(callbacks=[StopAt(8)], max_duration="3epoch")
+    trainer.fit(Regression(), data)
+    best = Checkpoint(monitor="validation/squared")
+    resumed = make_trainer(callbacks=[best], max_duration="3epoch", num_sanity_batches=1)
+    assert "validation/squared" in resumed.fit(Squared(), data, resume=trainer.run_dir).metrics
+
+
+def test_sanity_batches_are_not_repeated_for_a_metric_that_was_measured_before_the_resume(make_trainer):
+    recorder, data = Recorder(), plain_data(validation=regression_data(6, seed=1))
+    settings = {"max_duration": "3epoch", "num_sanity_batches": 1}
+    trainer = make_trainer(callbacks=[StopAt(8)], **settings)
+    trainer.fit(Regression(), data)
+    follows = [Checkpoint(monitor="validation/loss"), EarlyStopping(monitor="validation/loss")]
+    make_trainer(callbacks=[recorder, *follows], **settings).fit(Regression(), data, resume=trainer.run_dir)
     assert not recorder.steps_of("on_evaluation_start sanity")
 
 

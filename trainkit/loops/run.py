@@ -49,6 +49,10 @@ class RunCallback(Protocol):
     def loads_from_disk(self) -> bool:
         """True if `load_state_dict` takes tensors that are on the disk."""
 
+    @property
+    def monitored(self) -> str | None:
+        """The validation metric that the callback needs."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints."""
 

@@ -188,7 +188,9 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
         run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
-    if checkpoint is None and validation is not None and config.num_sanity_batches:
+    measured = {name for name in run.state.metrics if name.startswith("validation/")}  # before a resume
+    is_checked = checkpoint is not None and _monitored(run) <= measured
+    if validation is not None and config.num_sanity_batches and not is_checked:
         metrics = _open_evaluation(run, "sanity", limit=config.num_sanity_batches).run()
         if metrics is not None:
             for phase_optimizer in run.phase_optimizers:
@@ -213,6 +215,13 @@ def _open_evaluation(run: Run, stage: str, *, limit: int | None) -> EvaluationLo
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
     run.loaders += loaders.values()
     return EvaluationLoop(run, loaders, stage=stage)
+
+
+def _monitored(run: Run) -> set[str]:
+    """Return the names of the validation metrics that callbacks and schedules follow."""
+    schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
+    names = (*(callback.monitored for callback in run.callbacks), *(schedule.metric for schedule in schedules))
+    return {name for name in names if name is not None}
 
 
 def _callbacks_of(task: TaskModule) -> Sequence[Callback]:
