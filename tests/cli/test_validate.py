@@ -423,7 +423,7 @@ def test_an_exception_of_a_constructor_about_a_value_is_a_message_and_with_debug
     argv = ["fit", "recipe=digits_mlp", "~task", "+task={_target_: refusing.Refusing}", *QUIET]
     for typed, said in {
         "task.width=3": "task.width: must be even, got 3 (ValueError, FILE:5; --debug shows the traceback)",
-        "task.width=99999999999999": "task: [enforce fail",
+        "task.width=99999999999999": "task: DefaultCPUAllocator: can't allocate memory",
         "task.width=9999999999999999999999999": "task: ",
         "task.name=x": "task: x is unknown (ValueError, FILE:7; --debug shows the traceback)",
     }.items():
@@ -434,6 +434,28 @@ def test_an_exception_of_a_constructor_about_a_value_is_a_message_and_with_debug
         assert "Traceback" in capsys.readouterr().err
     assert main([*argv, "task.count=1"]) == 1, "any other exception is an error in the code"
     assert "IndexError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deferred", ["false", "true"])
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [
+        (
+            "99999999999999",
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 25599999999999744 bytes.",
+        ),
+        ("9" * 24, """empty(): argument 'size' failed to unpack the object at pos 1 with error "Overflow when"""),
+    ],
+    ids=["memory", "overflow"],
+)
+def test_an_error_of_torch_names_the_typed_keys_and_none_of_its_own_source(width, said, deferred, capsys):
+    typed = [f"task.width={width}", "task.lr=0.5"]
+    argv = ["recipe=digits_mlp", "size=tiny", *typed, f"trainer.deferred_init={deferred}", *QUIET]
+    assert main(["fit", *argv]) == 2
+    message, origin = capsys.readouterr().err.strip().split("\n")
+    assert message.startswith(f"error: task: {said}")
+    assert re.search(r"Error, \S*digits_mlp\.py:\d+; --debug shows the traceback\)$", message)
+    assert origin == f"    from the command line: {' '.join(typed)}"
 
 
 @pytest.mark.parametrize(

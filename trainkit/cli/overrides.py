@@ -24,6 +24,7 @@ LISTS = ("callbacks", "logger")
 GROUPS = ("recipe", "size", "strategy", *LISTS)
 SIZES = "recipe_size"  # the group of files <recipe>_<size>
 FULL = "full"  # the size of a recipe's own file
+_TYPED = "the command line: "
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,14 @@ class KeyOrigins:
         self._places: dict[str, str] = {}
 
     def of(self, key: str) -> str:
-        """Return the origin of `key`, or else of a key below or above it; empty if none is known."""
+        """Return the origin of `key`: what was typed of it and of keys below it, or else its file and line.
+
+        Without one it is that of a key below or above it; empty if none is known.
+        """
+        own = [place for known, place in self._places.items() if known == key or known.startswith(f"{key}.")]
+        typed = [place.removeprefix(_TYPED) for place in own if place.startswith(_TYPED)]
+        if typed:
+            return _TYPED + " ".join(typed)
         if key in self._places:
             return self._places[key]
         for known in reversed(self._places):
@@ -195,7 +203,7 @@ class KeyOrigins:
         """Record an override of `key` and, unless it is the choice of a group, of all keys below it."""
         for below in [known for known in self._places if known.startswith(f"{key}.") and not is_choice]:
             del self._places[below]
-        self._places[key] = f"the command line: {text}"
+        self._places[key] = _TYPED + text
 
     def add_file(self, path: Path, *, package: str = "") -> None:
         """Record the keys of a YAML file whose content goes below `package`."""

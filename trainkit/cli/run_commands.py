@@ -54,6 +54,8 @@ from trainkit.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 _EXAMPLE = "runs/digits/2026-01-31_12-00-00"
+_TORCH_SOURCE = re.compile(r"^\[enforce fail at .*?\] .*?\. |\nException raised from [^\"]*")
+"""What a message of torch says about its own source: the failed check, and the C++ frames."""
 
 
 def fit(arguments: Arguments) -> int:
@@ -433,7 +435,7 @@ def _instantiate(path: str, target: str, kind: type, arguments: Mapping[str, Any
         if isinstance(cause, TypeError) and "unexpected keyword argument" in str(cause):
             raise UserError(f"{path}: {cause}") from None
         if _is_about_a_value(cause):
-            raise _InvalidArgument(str(cause) or type(cause).__name__) from cause
+            raise _InvalidArgument(_TORCH_SOURCE.sub("", str(cause)) or type(cause).__name__) from cause
         raise cause from None  # the constructor's own error, with the user's code in its traceback
     if not isinstance(made, kind):
         returns = f"{target} returns a {type(made).__name__}"
@@ -443,16 +445,21 @@ def _instantiate(path: str, target: str, kind: type, arguments: Mapping[str, Any
 
 def _is_about_a_value(error: BaseException) -> bool:
     """Return True for a ValueError, and for an error that torch raises because of its arguments."""
-    is_of_torch = raising_module(error).partition(".")[0] == "torch"
-    kinds = (ValueError, OverflowError, MemoryError, *((TypeError, RuntimeError) if is_of_torch else ()))
-    return isinstance(error, kinds) and not isinstance(error, UserError)
+    of_torch = (TypeError, RuntimeError) if _calls_torch(raising_module(error)) else ()
+    return isinstance(error, (ValueError, OverflowError, MemoryError, *of_torch)) and not isinstance(error, UserError)
+
+
+def _calls_torch(module: str) -> bool:
+    """Return True for a module of torch, and for the one that records what a task asks torch for."""
+    return module.partition(".")[0] == "torch" or module == deferred_init.__module__
 
 
 def _place(cause: BaseException | None) -> str:
     """Return the type of a constructor's exception and the last line of the user's code in its traceback."""
     frames = walk_tb(cause.__traceback__ if cause else None)
-    tops = {frame: str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames}
-    lines = [f", {f.f_code.co_filename}:{f.f_lineno}" for f in tops if tops[f] not in ("torch", "hydra")]
+    modules = {frame: str(frame.f_globals.get("__name__")) for frame, _ in frames}
+    users = [frame for frame in modules if not modules[frame].startswith("hydra.") and not _calls_torch(modules[frame])]
+    lines = [f", {frame.f_code.co_filename}:{frame.f_lineno}" for frame in users]
     return f" ({type(cause).__name__}{''.join(lines[-1:])}; --debug shows the traceback)"
 
 
