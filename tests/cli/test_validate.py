@@ -529,7 +529,7 @@ def test_an_override_without_a_key_or_with_spaces_is_reported_as_it_was_typed():
 
 ELEMENTS_TASK = """\
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Tuple
 
 from torch import nn
 from trainkit import TaskModule
@@ -548,6 +548,11 @@ class Elements(TaskModule):
         layers: list[nn.Module] = [],
         files: tuple[Path, ...] = (),
         plain: list = [],
+        pair: tuple[int, str] = (1, "a"),
+        pair_or_more: tuple[int, str] | list[int] = [],
+        perhaps: tuple[int, str] | None = None,
+        by_number: dict[int, float] | None = None,
+        any_tuple: Tuple = (),
     ):
         super().__init__()
 """
@@ -564,9 +569,19 @@ class Elements(TaskModule):
             "task.either=[x]": "task.either: element 0: 'x' is text, but must be a whole number.",
             "task.modes=[a,c]": "task.modes: element 1: 'c' is not 'a' or 'b'.",
         },
-        {"task.rates={a: [1]}": "task.rates: element a: [1] is a list, but must be a number."},
+        {
+            "task.rates={a: [1]}": "task.rates: element a: [1] is a list, but must be a number.",
+            "task.pair=[1,2]": "task.pair: element 1: 2 is a whole number, but must be text.",
+            "task.perhaps=[a,b]": "task.perhaps: element 0: 'a' is text, but must be a whole number.",
+            "task.by_number={a: 1}": "task.by_number: key a: 'a' is text, but must be a whole number.",
+        },
+        {
+            "task.pair=[1]": "task.pair: [1] must have 2 elements: a whole number, text.",
+            "task.betas=[0.9,0.99,0.999]": "[0.9, 0.99, 0.999] must have 2 elements: a number, a number.",
+            "task.rates={1: 2}": "key 1: 1 is a whole number, but must be text. For text, quote it in a YAML file",
+        },
     ],
-    ids=["each", "nested"],
+    ids=["each", "nested", "number"],
 )
 def test_an_element_of_a_wrong_type_is_reported_with_its_place(said, tmp_path):
     (tmp_path / "elements_task.py").write_text(ELEMENTS_TASK)
@@ -586,6 +601,11 @@ def test_elements_of_the_right_type_and_those_that_cannot_be_checked_are_accepte
         "layers": [{"_target_": "torch.nn.ReLU"}],
         "files": ["a", "b", "c"],
         "plain": ["x", 1, None],
+        "pair": [1, "x"],
+        "pair_or_more": [1, 2, 3],
+        "perhaps": [1, "x"],
+        "by_number": {1: 2},
+        "any_tuple": [1, "x"],
     }
     file = tmp_path / "conf/recipe/elements.yaml"
     file.parent.mkdir(parents=True)

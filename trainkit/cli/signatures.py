@@ -95,12 +95,18 @@ class ValueType:
     choices: tuple[Any, ...] = ()
     element: ValueType | None = None
     """The type of the elements of a list and of the values of a mapping; `None` if it has neither."""
+    key: ValueType | None = None
+    """The type of the keys of a mapping; `None` if it has none."""
+    positions: tuple[ValueType, ...] = ()
+    """The type of each element, for a tuple of a fixed length."""
 
     def __or__(self, other: ValueType) -> ValueType:
         if self.kinds is None or other.kinds is None:
             return ANYTHING
         element = self.element | other.element if self.element and other.element else self.element or other.element
-        return ValueType(self.kinds | other.kinds, self.choices + other.choices, element)
+        key = self.key | other.key if self.key and other.key else self.key or other.key
+        positions = () if "list" in self.kinds & other.kinds else self.positions or other.positions
+        return ValueType(self.kinds | other.kinds, self.choices + other.choices, element, key, positions)
 
     def __str__(self) -> str:
         kinds = self.kinds or frozenset()
@@ -108,7 +114,7 @@ class ValueType:
         words += [_WORDS[kind] for kind in _WORDS if kind in kinds and not (kind == "str" and "duration" in kinds)]
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "anything"
 
-    def error(self, value: Any) -> str | None:
+    def error(self, value: Any, *, is_key: bool = False) -> str | None:
         """Return the error of `value`, `None` if it is accepted; interpolations and nodes with a `_target_` are."""
         kinds, kind = self.kinds, _KINDS.get(type(value), "")
         is_node = isinstance(value, Mapping) and "_target_" in value
@@ -125,16 +131,25 @@ class ValueType:
             near = f" Write {int(value)}."
         if "str" in kinds and kind in ("int", "float", "bool"):
             near = f" For text, write '\"{as_typed(value)}\"'."
+            if is_key:  # Hydra's grammar has no quoted keys
+                near = f" For text, quote it in a YAML file, or set the key that ends in '.{as_typed(value)}'."
         must_be = f"is not {self}" if self.choices else f"is {_WORDS[kind]}, but must be {self}"
         return f"{as_typed(value)} {must_be}.{near}"
 
     def _element_error(self, value: Any) -> str | None:
-        """Return the error of the first element that is not accepted."""
-        if self.element is None or not isinstance(value, (list, Mapping)):
+        """Return the error of the first key or element that is not accepted, or of the number of elements."""
+        if not isinstance(value, (list, Mapping)):
             return None
-        elements = value.items() if isinstance(value, Mapping) else enumerate(value)
-        errors = ((place, self.element.error(element)) for place, element in elements)
-        return next((f"element {place}: {message}" for place, message in errors if message is not None), None)
+        element, count = self.element or ANYTHING, len(self.positions)
+        if isinstance(value, Mapping):
+            errors = [(f"key {key}", (self.key or ANYTHING).error(key, is_key=True)) for key in value]
+            errors += [(f"element {key}", element.error(item)) for key, item in value.items()]
+        elif count and len(value) != count:
+            return f"{as_typed(value)} must have {count} elements: {', '.join(map(str, self.positions))}."
+        else:
+            types = self.positions or [element] * len(value)
+            errors = [(f"element {i}", kind.error(value[i])) for i, kind in enumerate(types)]
+        return next((f"{place}: {message}" for place, message in errors if message is not None), None)
 
 
 def _duration_error(value: Any) -> str | None:
@@ -320,10 +335,18 @@ def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
         return _value_type(arguments[0], namespace)
     if origin in (Union, UnionType):
         return reduce(ValueType.__or__, (_value_type(part, namespace) for part in arguments))
-    kind = "none" if annotation is None else _KINDS.get(origin or annotation)
-    parts = arguments[1:] if kind == "dict" else [part for part in arguments if part is not Ellipsis]
-    element = reduce(ValueType.__or__, (_value_type(part, namespace) for part in parts)) if parts else ANYTHING
-    return ValueType(frozenset({kind}), element=element if kind in ("list", "dict") else None) if kind else ANYTHING
+    return _type_of_class(NoneType if annotation is None else origin or annotation, arguments, namespace)
+
+
+def _type_of_class(found: Any, arguments: Sequence[Any], namespace: Mapping[str, Any]) -> ValueType:
+    """Return the type of a class with the `arguments` in its brackets; one that is no plain value accepts anything."""
+    kind = _KINDS.get(found)
+    if kind not in ("list", "dict"):
+        return ValueType(frozenset({kind})) if kind else ANYTHING
+    parts = [_value_type(part, namespace) for part in arguments if part is not Ellipsis] or [ANYTHING]
+    element = parts[-1] if kind == "dict" else reduce(ValueType.__or__, parts)
+    positions = tuple(parts) if found is tuple and arguments and Ellipsis not in arguments else ()
+    return ValueType(frozenset({kind}), (), element, parts[0] if kind == "dict" else None, positions)
 
 
 def _classes(annotation: Any, namespace: Mapping[str, Any]) -> tuple[type, ...] | None:
