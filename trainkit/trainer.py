@@ -149,7 +149,7 @@ class Trainer:
         # Numbers, lists and durations are checked with what is said about them below.
         check_types(Trainer.__init__, locals(), checked={**TYPES, Strategy: "a trainkit.Strategy"})
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
-        if run_dir == "":
+        if not str(run_dir).strip():
             raise UserError("run_dir is empty; write run_dir='runs/mine', or leave it out for a new folder in runs/.")
         signal = preemption_signal_named(preemption_signal)
         changes = (freeze, activation_checkpointing, channels_last, sync_batch_norm)

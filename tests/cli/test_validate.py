@@ -176,7 +176,7 @@ def test_a_missing_config_folder_is_reported_with_the_nearest(tmp_path):
             "run_dir=": "is empty; type run_dir=PATH",
             "strategy=[single]": "takes one choice, not a list",
         },
-        {"trainer=fast": "not a mapping"},
+        {"trainer=fast": "not a mapping", "run_dir=' '": "is empty; type run_dir=PATH"},
     ],
     ids=["values", "others", "section"],
 )

@@ -4,6 +4,7 @@ import inspect
 import os
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -580,6 +581,8 @@ def test_a_wrong_setting_is_refused_with_what_to_type(settings, message):
         ({"strategy": SingleStrategy}, r"strategy must be text or a trainkit\.Strategy, got <class"),
         ({"run_dir": 5}, r"run_dir must be text or a Path or None, got 5"),
         ({"run_dir": ""}, r"run_dir is empty; write run_dir='runs/mine'"),
+        ({"run_dir": " "}, r"run_dir is empty; write run_dir='runs/mine'"),
+        ({"run_dir": Path(" ")}, r"run_dir is empty; write run_dir='runs/mine'"),
         ({"config": {"lr": 1}}, r"config must be text, got \{'lr': 1\}"),
         ({"max_rollbacks": None}, r"max_rollbacks must be a whole number, at least 1, got None"),
         ({"num_sanity_batches": None}, r"num_sanity_batches must be a whole number of batches, at least 0, got None"),

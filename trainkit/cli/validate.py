@@ -247,7 +247,7 @@ class _Check:
         for group in ("callbacks", "logger"):
             yield from self._named_objects(group, self._settings.get(group))
         message = ValueType(frozenset({"str", "none"})).error(self._settings.get("run_dir"))
-        if self._settings.get("run_dir") == "":
+        if not str(self._settings.get("run_dir")).strip():
             message = "is empty; type run_dir=PATH, or omit it for a new folder below runs"
         if message:
             yield Problem("run_dir", message)
