@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
     from trainkit.run_dir.remote_copy import RemoteCopy
     from trainkit.run_dir.remote_run import RemoteRun
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
@@ -203,7 +206,10 @@ class Trainer:
         """The URL that the run folder is copied to, if one was given as `run_dir`."""
         self.run_dir = None if run_dir is None else working_folder(run_dir)
         self.prints_run_dir = callbacks is None
-        """True if the end of a fit prints the run folder; by default where the default callbacks print too."""
+        """True if the end of a fit prints the run folder, which is else logged if it has a report.
+
+        By default where the default callbacks print too.
+        """
         self.reference_batch_size: ReferenceBatchSize | None = None
         """The global batch that the learning rate was chosen for; the command line sets that of a recipe."""
         self.config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
@@ -212,7 +218,7 @@ class Trainer:
     # ---- The four entry points; each checks what it can before any process is started
 
     def fit(self, task: TaskModule, data: Data | DataLoader[Any], *, resume: str | Path | None = None) -> FitResult:
-        """Train `task` in place, print where the run folder is, and return the result.
+        """Train `task` in place, print or log where the run folder is, and return the result.
 
         `resume` is a run folder or a checkpoint, or the URL of one; training continues in the same folder with the next
         sample. With `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run
@@ -246,9 +252,13 @@ class Trainer:
             if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
                 raise _interrupted(result, resume=remote.url if remote is not None else str(result.run_dir))
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
-        if result.run_dir is not None and self.prints_run_dir and self.strategy.comm.is_main:
+        if result.run_dir is not None and self.strategy.comm.is_main:
             copied = f", copied to {config.remote}" if copy is not None and copy.is_complete else ""
-            say(f"run folder: {result.run_dir}{copied}{' (see report.html)' if self.report else ''}")
+            line = f"run folder: {result.run_dir}{copied}{' (see report.html)' if self.report else ''}"
+            if self.prints_run_dir:
+                say(line)
+            elif self.report:
+                logger.info(line)
         return replace(result, weights=None)
 
     def validate(

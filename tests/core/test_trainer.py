@@ -309,6 +309,17 @@ def test_the_end_of_a_fit_prints_where_the_run_folder_and_the_report_are(make_tr
     assert (result.run_dir / "report.html").exists() == report
 
 
+@pytest.mark.parametrize("report", [True, False])
+def test_without_the_default_callbacks_the_place_of_the_report_is_logged_and_not_printed(
+    make_trainer, capsys, caplog, report
+):
+    caplog.set_level("INFO", logger="trainkit")
+    result = make_trainer(report=report).fit(Regression(), data())
+    logged = [f"run folder: {result.run_dir} (see report.html)"] if report else []
+    assert [text for text in caplog.messages if "run folder" in text] == logged
+    assert capsys.readouterr().out == ""
+
+
 def test_ranks_print_the_run_folder_once(make_trainer, capfd):
     strategy = registry.make("strategy", "ddp", {"device": "cpu", "devices": 2})
     trainer = make_trainer(strategy)

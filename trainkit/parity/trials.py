@@ -111,11 +111,16 @@ class ParityRuns:
         """Train and return the weights."""
         run_dir = self._folder / f"run of {name}"
         settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
-        settings |= {"num_sanity_batches": 0, "callbacks": callbacks, "loggers": [], "run_dir": run_dir}
+        settings |= {
+            "num_sanity_batches": 0,
+            "callbacks": callbacks,
+            "loggers": [],
+            "report": False,
+            "run_dir": run_dir,
+        }
         task = self.task()
         data: Any = self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
         trainer = Trainer(strategy, **settings)
-        trainer.prints_run_dir = False  # a temporary one
         trainer.fit(task, data, resume=run_dir if resume else None)
         return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
 
