@@ -212,6 +212,8 @@ class Trainer:
         """
         self.reference_batch_size: ReferenceBatchSize | None = None
         """The global batch that the learning rate was chosen for; the command line sets that of a recipe."""
+        self.resume_command: Callable[[Path | str], str] = _resume_call
+        """Returns what to type to resume the run in a folder or URL; set by the command line."""
         self.config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
         """Returns how the config differs from its recipe; set by the command line."""
 
@@ -223,23 +225,37 @@ class Trainer:
         `resume` is a run folder or a checkpoint, or the URL of one; training continues in the same folder with the next
         sample. With `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run
         of this task below `runs/`, or starts a new run. After a SIGINT or SIGTERM it saves the state and raises
-        Stopped, a SystemExit with code 130 or 143; after another signal, 128 plus its number.
+        Stopped, a SystemExit with code 130 or 143; after another signal, 128 plus its number. A second SIGINT raises
+        KeyboardInterrupt at once, after a line in the log about what is not saved.
         """
-        data = self._checked_for_fit(task, data, resume)
-        remote = self._remote_run(resume)
-        if remote is not None and is_url(resume):
-            check_not_locked(working_folder(remote.url))
-        checkpoint = self._run_or_checkpoint(task, resume, remote)
-        run_dir = self._choose_run_dir(task, checkpoint)
-        self.strategy.log_dir = run_dir
-        config = replace(self.fit_config, remote=None if remote is None else remote.url)
-        reference = self.reference_batch_size
-        work = partial(
-            fit_on_rank, self.strategy, config, task, data, checkpoint=checkpoint, run_dir=run_dir, reference=reference
-        )
-        copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
-        with nullcontext() if copy is None else copy.copying(), self._reported(run_dir):
-            result = self.strategy.launch(work)
+        place: Path | str | None = None
+        try:
+            data = self._checked_for_fit(task, data, resume)
+            remote = self._remote_run(resume)
+            if remote is not None and is_url(resume):
+                check_not_locked(working_folder(remote.url))
+            checkpoint = self._run_or_checkpoint(task, resume, remote)
+            run_dir = self._choose_run_dir(task, checkpoint)
+            place = run_dir if remote is None else remote.url
+            self.strategy.log_dir = run_dir
+            config = replace(self.fit_config, remote=None if remote is None else remote.url)
+            work = partial(
+                fit_on_rank,
+                self.strategy,
+                config,
+                task,
+                data,
+                checkpoint=checkpoint,
+                run_dir=run_dir,
+                reference=self.reference_batch_size,
+            )
+            copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
+            with nullcontext() if copy is None else copy.copying(), self._reported(run_dir):
+                result = self.strategy.launch(work)
+        except KeyboardInterrupt:
+            if self.strategy.comm.is_main:
+                logger.warning(_interrupt_hint(place, self.resume_command))
+            raise
         if result.weights is not None:
             if is_deferred(task):
                 make_real(task)
@@ -250,7 +266,7 @@ class Trainer:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
-                raise _interrupted(result, resume=remote.url if remote is not None else str(result.run_dir))
+                raise _interrupted(result, command=self.resume_command(place or ""))
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.strategy.comm.is_main:
             copied = f", copied to {config.remote}" if copy is not None and copy.is_complete else ""
@@ -464,11 +480,30 @@ def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path |
     return Path(path)
 
 
-def _interrupted(result: FitResult, *, resume: str) -> KeyboardInterrupt:
+def _resume_call(place: Path | str) -> str:
+    """Return the call that resumes the run in a folder or URL."""
+    return f"Trainer(...).fit(task, data, resume={str(place)!r})"
+
+
+def _interrupt_hint(place: Path | str | None, resume_command: Callable[[Path | str], str]) -> str:
+    """Return the message about a run that a second SIGINT ended: what is not saved, and how to go on."""
+    from trainkit.checkpoint.store import resolve
+
+    unsaved = "interrupted; nothing was saved. To start again, type the same command."
+    if place is None:
+        return unsaved
+    try:
+        checkpoint = resolve(working_folder(place))
+    except UserError:
+        return unsaved
+    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: {resume_command(place)}"
+
+
+def _interrupted(result: FitResult, *, command: str) -> KeyboardInterrupt:
     """Return the exception of an interrupted cell of a notebook, which shows nothing but its message."""
     from trainkit.checkpoint.store import resolve
 
-    then = f"To continue: Trainer(...).fit(task, data, resume={resume!r})"
+    then = f"To continue: {command}"
     try:
         resolve(result.run_dir or "")
     except UserError:

@@ -5,10 +5,11 @@ import signal
 import threading
 
 import pytest
+from trainkit.callbacks.checkpoint import Checkpoint
 
 from tests.program import Program
 from tests.tasks import Recorder, Regression, SaveAtEnd, assert_same_bits, regression_data
-from trainkit import Callback, Data, Trainer
+from trainkit import Callback, Data, Trainer, registry
 from trainkit.errors import Stopped
 from trainkit.signals import StopSignals
 
@@ -91,6 +92,23 @@ def test_a_second_interrupt_ends_the_run_at_once(make_trainer):
         trainer.fit(Regression(), DATA)
     assert [name for name, _ in recorder.moments[-2:]] == ["on_exception KeyboardInterrupt", "close"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_second_interrupt_is_raised_after_one_line_about_what_is_not_saved(make_trainer, caplog, strategy, saves):
+    if strategy == "ddp":
+        strategy = registry.make("strategy", "ddp", {"device": "cpu", "devices": 2})
+    callbacks = [Checkpoint(every="1step")] * saves + [SendAt(signal.SIGINT, 2, times=2)]
+    trainer = make_trainer(strategy, callbacks=callbacks)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Regression(), DATA)
+    saved = f"later steps than those in {trainer.run_dir}/checkpoints/step_00000002.pt are not saved."
+    resume = f"To continue: Trainer(...).fit(task, data, resume='{trainer.run_dir}')"
+    unsaved = "nothing was saved. To start again, type the same command."
+    assert [text for text in caplog.messages if "interrupted" in text] == [
+        f"interrupted; {f'{saved} {resume}' if saves else unsaved}"
+    ]
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -128,16 +128,6 @@ def resume_hint(stopped: Stopped, run_dir: Path | str, tree: Mapping[str, Any]) 
     return f"{by}; {where}. To continue: {resume_command(run_dir, tree)}"
 
 
-def interrupt_hint(run_dir: Path | str, tree: Mapping[str, Any]) -> str:
-    """Return the message about a run that a second SIGINT ended: what is not saved, and how to go on."""
-    try:
-        checkpoint = resolve(working_folder(run_dir))
-    except UserError:
-        return "interrupted; nothing was saved. To start again, type the same command."
-    command = resume_command(run_dir, tree)
-    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: {command}"
-
-
 def new_run_dir(settings: Settings) -> Path | str:
     """Return the chosen folder or URL, or a new folder; raises UserError if the chosen one contains a run."""
     run_dir: str | None = settings.tree["run_dir"]
@@ -201,8 +191,7 @@ def _train(
         _print_on_main(run, resume_hint(stopped, run_dir, settings.tree), to=sys.stderr)
         return stopped.exit_code
     except KeyboardInterrupt:
-        _print_on_main(run, interrupt_hint(run_dir, settings.tree), to=sys.stderr)
-        return EXIT_CODES["SIGINT"]
+        return EXIT_CODES["SIGINT"]  # the trainer has logged what is saved
     return 0
 
 
@@ -367,6 +356,7 @@ def assemble(settings: Settings, *, run_dir: Path | str | None, loggers: bool = 
         components.problems += _too_many_stages(task, tree["strategy"])
     if components.problems:
         raise ConfigError(with_origins(components.problems, settings.find_origins())) from components.cause
+    trainer.resume_command = partial(resume_command, tree=tree)
     gc.freeze()  # what exists now, mostly modules, is never searched for garbage
     gc.enable()  # `main` has disabled it
     return RunComponents(trainer, task, data)

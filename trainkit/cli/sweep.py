@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, settings_of
 from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
 from trainkit.cli.overrides import Overrides
-from trainkit.cli.run_commands import assemble, interrupt_hint, new_run_dir, recipe_diff, resume_hint
+from trainkit.cli.run_commands import assemble, new_run_dir, recipe_diff, resume_hint
 from trainkit.cli.signatures import install_hint, is_installed
 from trainkit.cli.validate import ConfigError, Problem
 from trainkit.errors import Stopped, UserError, nearest
@@ -204,7 +204,6 @@ def _run_job(config: DictConfig) -> JobOutcome:
         outcome.error = f"stopped by {stopped.signal_name}"
         raise SystemExit(stopped.exit_code) from None  # ends the sweep, not only this job
     except KeyboardInterrupt:
-        print(interrupt_hint(run_dir, config), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason, outcome.error = EXIT_CODES["SIGINT"], "SIGINT", "interrupted"
         raise SystemExit(outcome.exit_code) from None
     except UserError as error:
