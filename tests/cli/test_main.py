@@ -71,6 +71,25 @@ def test_recipes_are_listed_with_what_to_type(capsys):
     assert "cannot be read" not in shown
 
 
+def test_recipes_are_listed_with_the_extra_that_each_needs(capsys):
+    assert main(["recipes"]) == 0
+    blocks = capsys.readouterr().out.strip().split("\n\n")
+    needed = {block.split()[0]: re.findall(r"Needs the extra `(\w+)`", block) for block in blocks}
+    assert needed == {
+        "char_lm": [],
+        "contrastive": ["recipes"],
+        "digits": ["recipes"],
+        "digits_mlp": ["recipes"],
+        "finetune": ["huggingface"],
+        "gan": ["recipes"],
+        "gpt": ["huggingface"],
+        "image_classification": ["images"],
+        "tabular": ["recipes"],
+    }
+    commands = [f"pip install 'trainkit-torch[{name}]'" for names in needed.values() for name in names]
+    assert re.findall(r"Type: (pip install \S+)", "".join(blocks)) == commands
+
+
 def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
     assert "Did you mean 'fit'?" in _errors(capsys, "fti")
     assert "renamed to 'explain'" in _errors(capsys, "config")
