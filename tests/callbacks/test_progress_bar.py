@@ -133,7 +133,7 @@ def test_logged_lines_appear_above_the_display(whole_run: Shown) -> None:
     """Handlers hold the stream that they were made with, and would write into the middle of the display."""
     (screen,) = whole_run.screens[-1:]
 
-    assert [line for line in screen if "logged: " in line] == [
+    assert [line for line in screen if "logged: a warning" in line] == [
         "logged: a warning of step 16",
         "logged: a warning of step 40",
     ]
