@@ -64,6 +64,7 @@ CONTENDERS: dict[str, Callable[[], Strategy]] = {
     "torch_ddp best": lambda: TorchDDPStrategy(device="cpu", static_graph=True, bucket_cap_mb=1),
     "ddp": lambda: DDPStrategy(device="cpu"),
     "ddp 25 MiB": lambda: DDPStrategy(device="cpu", bucket_cap_mb=25),
+    "ddp bf16": lambda: DDPStrategy(device="cpu", reduce_dtype="bf16"),
     "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group"),
     "fusion": lambda: FusionStrategy(device="cpu"),
     "fusion no thread": lambda: FusionStrategy(device="cpu", communication_thread=False),
