@@ -203,7 +203,9 @@ class Checkpoint(Callback):
         if _was_updating(error, run.strategy):
             return
         try:
-            self._save(run, "exception", is_last=True)
+            last = run.checkpointer.store.last()
+            if last is None or last.step != run.state.step:  # the same: the resumed run has made no step
+                self._save(run, "exception", is_last=True)
             run.checkpointer.wait()
         except Exception as failure:
             # The run ends with the original error.

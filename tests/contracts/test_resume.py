@@ -431,6 +431,19 @@ def test_a_resumed_run_refuses_a_metric_that_is_not_measured_before_its_first_st
     assert recorder.steps_of("on_step_end") == []
 
 
+def test_an_error_before_the_first_step_of_a_resumed_run_saves_no_checkpoint(make_trainer):
+    data, settings = plain_data(validation=regression_data(6, seed=1)), {"max_duration": "3epoch"}
+    trainer = make_trainer(callbacks=[StopAt(8)], **settings)
+    trainer.fit(Regression(), data)
+    before = CheckpointStore(trainer.run_dir / "checkpoints").entries()
+    refused = make_trainer(
+        callbacks=[Checkpoint(monitor="validation/los")], num_sanity_batches=1, **settings, run_dir=trainer.run_dir
+    )
+    with pytest.raises(UserError, match="validation/los"):
+        refused.fit(Regression(), data, resume=trainer.run_dir)
+    assert CheckpointStore(trainer.run_dir / "checkpoints").entries() == before
+
+
 def test_a_resumed_run_may_follow_a_metric_that_the_task_has_gained(make_trainer):
     class Squared(Regression):
         def validation_step(self, batch):
