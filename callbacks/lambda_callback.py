@@ -14,14 +14,14 @@ Function = Callable[..., object]
 class LambdaCallback(Callback):
     """Calls a function at each of the given hooks.
 
-    `LambdaCallback({"on_step_end": lambda run: ...})`. In YAML a function is given by its dotted path.
+    `LambdaCallback(functions={"on_step_end": lambda run: ...})`. In YAML a function is given by its dotted path.
 
     Args:
         functions: For each hook, the function that is called with the arguments of the hook.
 
     """
 
-    def __init__(self, functions: Mapping[str, str | Function] | None = None) -> None:
+    def __init__(self, *, functions: Mapping[str, str | Function] | None = None) -> None:
         if functions is not None and not isinstance(functions, Mapping):
             raise UserError(f"functions={functions!r} is not a mapping; write functions={{'on_step_end': function}}.")
         for hook, function in (functions or {}).items():

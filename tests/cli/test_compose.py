@@ -49,6 +49,8 @@ COMMANDS = [
 ]
 DDP = {"_target_": "trainkit.strategies.ddp.strategy.DDPStrategy", "devices": 1, "comm_hook": "power_sgd"}
 TOUCH = {"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": ["ran"]}}
+LAMBDA = "trainkit.callbacks.lambda_callback.LambdaCallback"
+FUNCTIONS = {"on_exception": "evil.function"}
 HOSTILE = [
     ("evil.Task", {"task": {"_target_": "evil.Task"}}),
     ("pathlib.Path.touch", {"task": {"lr": TOUCH}}),
@@ -58,17 +60,12 @@ HOSTILE = [
     ("torch.load", {"data": {"train": {"_target_": "torch.load", "f": "pickle.pt", "weights_only": False}}}),
     ("evil.function", {"task": {"lr": {"_target_": "evil.function", "_partial_": True}}}),
     ("hydra.utils.get_method", {"task": {"lr": {"_target_": "hydra.utils.get_method", "path": "evil.function"}}}),
-    (
-        "evil.function",
-        {
-            "callbacks": {
-                "x": {
-                    "_target_": "trainkit.callbacks.lambda_callback.LambdaCallback",
-                    "functions": {"on_log": "evil.function"},
-                }
-            }
-        },
-    ),
+    ("evil.function", {"callbacks": {"x": {"_target_": LAMBDA, "functions": FUNCTIONS}}}),
+    ("evil.function", {"callbacks": {"x": {"_target_": LAMBDA, "_args_": [FUNCTIONS]}}}),
+    ("evil.function", {"callbacks": {"x": {"_target_": LAMBDA, "_recursive_": False, "functions": FUNCTIONS}}}),
+    ("evil.function", {"callbacks": {"checkpoint": {"every": [{"_target_": LAMBDA, "_args_": [FUNCTIONS]}]}}}),
+    ("evil.Task", {"callbacks": {"x": {"_target_": LAMBDA, "functions": {"a": {"_target_": "evil.Task"}}}}}),
+    ("./program", {"trainer": {"compile": {"options": {"cpp.cxx": [None, "./program"]}}}}),
     ("evil.function", {"strategy": {**DDP, "comm_hook": "evil.function"}}),
     ("evil.function", {"strategy": {**DDP, "comm_hook_state": "evil.function"}}),
     ("subprocess.run", {"logger": {"x": {"_target_": "trainkit.run_dir.folder.subprocess.run", "args": ["touch"]}}}),
@@ -122,6 +119,8 @@ def folder(tmp_path, monkeypatch, trained):
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     shutil.copytree(trained, "run")
     Path("evil.py").write_text(EVIL.format(ran=str(tmp_path / "ran")))
+    Path("program").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    Path("program").chmod(0o700)
     Path("hub").mkdir()
     Path("hub/hubconf.py").write_text("import evil\n")
     yield tmp_path

@@ -261,11 +261,13 @@ class ConfigComposer:
         if not foreign:
             return own
         named = "\n".join(f"  {key}: {path}" for key, path in foreign.items())
-        typed = " ".join(f"{key}={path}" for key, path in foreign.items())
+        in_list = [key for key in foreign if any(part.isdigit() for part in key.split("."))]
+        typed = " ".join(f"{key}={path}" for key, path in foreign.items() if key not in in_list)
         raise UserError(
             f"{source} names code that is neither trainkit's nor named by your configs "
             f"({', '.join(map(str, folders)) or 'there are none'}); nothing was imported:\n{named}\n"
-            f"Importing it runs it. If you trust it, type --trust. Or type the names that you know: {typed}"
+            "Importing it runs it. If you trust it, type --trust."
+            + (f" Or type the names that you know: {typed}" if typed else "")
         )
 
     def rendered(self, overrides: Overrides, *, deletions: Collection[str] = ()) -> list[str]:

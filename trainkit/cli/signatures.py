@@ -44,7 +44,10 @@ EXTRAS = {
 """Import names of the optional packages, each with the extra that installs it."""
 MISSING = "???"
 """OmegaConf's mark of a mandatory value."""
-_IMPORT_KEYS = frozenset({"_target_", "comm_hook", "comm_hook_state", "functions"})
+_IMPORT_KEYS = frozenset({"_target_", "_args_", "comm_hook", "comm_hook_state", "functions"})
+"""Keys whose values are imported, or may be: a positional argument has no name."""
+_COMPILER_OPTIONS = "trainer.compile.options."
+"""Start of the keys of the compiler's options, which name programs that it runs and folders that it imports from."""
 Classes = tuple[type, ...]
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _KINDS: dict[Any, str] = {
@@ -217,11 +220,13 @@ class Signature:
 
 
 def import_paths(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, import path) for each `_target_`, and for each function that is named in the config below `path`."""
+    """Yield (key, name) for each class, function and program that the config below `path` names, or may name."""
     if isinstance(node, Mapping | list):
         for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from import_paths(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(node, str) and "." in node and not _IMPORT_KEYS.isdisjoint(path.split(".")):
+    elif isinstance(node, str) and (
+        path.startswith(_COMPILER_OPTIONS) or ("." in node and not _IMPORT_KEYS.isdisjoint(path.split(".")))
+    ):
         yield path, node
 
 
