@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import pickle
@@ -19,11 +20,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from tests.checkpoint.test_store import forge
-from trainkit import Data, TaskModule
+from trainkit import Data, TaskModule, Trainer
 from trainkit.checkpoint.files import FileDigest, file_digest
 from trainkit.checkpoint.serialization import HEADER, check_header, payload_bytes, plain
 from trainkit.checkpoint.store import CheckpointStore, Monitor, load_from, resolve
 from trainkit.errors import CheckpointError, UserError
+from trainkit.optim.chained_optimizer import ChainedOptimizer
 
 
 class Level(IntEnum):
@@ -416,7 +418,10 @@ def resume_altered(make_trainer: Any, tmp_path: Path) -> Callable[..., None]:
     return resume
 
 
-COUNTERS = [{"step": "x"}, {"samples": -1}, {"seconds": None}, {"metrics": {"loss": []}}]
+COUNTERS = [
+    *({"step": "x"}, {"samples": -1}, {"seconds": None}),
+    *({"metrics": {"loss": value}} for value in ([], "9" * 9, "nan", 10**400, torch.zeros(2))),
+]
 
 
 @pytest.mark.parametrize("key", ["task", "optimizer", "state", "loader"])
@@ -445,3 +450,163 @@ def test_a_counter_of_another_kind_is_named(resume_altered: Any, counters: dict[
 def test_state_that_cannot_be_restored_is_refused(resume_altered: Any, section: str, value: object) -> None:
     with pytest.raises(CheckpointError, match=r"altered\.pt holds a state that cannot be restored \("):
         resume_altered(section, value)
+
+
+def adam(**settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.Adam(parameters, lr=0.1, **settings)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": adam(),
+    "fused": adam(fused=True),
+    "amsgrad": adam(amsgrad=True),
+    "tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False),
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
+    "chained": lambda parameters: ChainedOptimizer(*(torch.optim.Adam([each]) for each in parameters)),
+    "own": lambda parameters: Own(parameters, {"lr": 0.1, "plan": {"warm": 1}, "later": None}),
+}
+
+
+class Own(torch.optim.Optimizer):
+    """Keeps all that torch's optimizers do not: nested containers, and state of no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["later"] = {"mean": 3}
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("past", []).append([parameter.grad[:1].clone(), (3, None, "text")])
+        self.state["all"] = {"count": torch.ones(4)}
+
+
+class Columns(TaskModule):
+    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 2)
+        self.make = make
+
+    def training_step(self, batch: Any) -> Any:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+COLUMNS = Data(train=TensorDataset(torch.ones(4, 3)), batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def saved_states(tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
+    """Return a function that returns the content of a checkpoint of `Columns`, by the name of its optimizer."""
+    contents: dict[str, dict[str, Any]] = {}
+
+    def content(name: str) -> dict[str, Any]:
+        if name not in contents:
+            folder = tmp_path_factory.mktemp(name)
+            settings: dict[str, Any] = {"callbacks": ["checkpoint"], "report": False, "max_duration": "1epoch"}
+            Trainer(**settings, run_dir=folder).fit(Columns(OPTIMIZERS[name]), COLUMNS)
+            [file] = (folder / "checkpoints").glob("*.pt")
+            contents[name] = torch.load(file, weights_only=True)
+        return copy.deepcopy(contents[name])
+
+    return content
+
+
+def resume_columns(make_trainer: Any, name: str, content: dict[str, Any], path: Path) -> None:
+    torch.save(content, path)
+    trainer = make_trainer(max_duration="2epoch", callbacks=["checkpoint"])
+    trainer.fit(Columns(OPTIMIZERS[name]), COLUMNS, resume=path)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_state_of_every_optimizer_is_resumed(
+    make_trainer: Any, saved_states: Any, tmp_path: Path, name: str
+) -> None:
+    resume_columns(make_trainer, name, saved_states(name), tmp_path / "x.pt")
+
+
+def of_moment(value: object, name: str = "exp_avg") -> Callable[[Any], None]:
+    return lambda optimizer: optimizer["state"][0].update({name: value})
+
+
+def of_group(name: str, value: object) -> Callable[[Any], None]:
+    return lambda optimizer: optimizer["param_groups"][0].update({name: value})
+
+
+ALTERED: list[tuple[str, Callable[[Any], Any], str]] = [
+    (
+        "fused",
+        of_moment(torch.zeros(0)),
+        r"state\[0\]\.exp_avg is a tensor of the shape \(0,\), and its parameter .*\(2, 3\)",
+    ),
+    ("fused", of_moment(torch.zeros(())), r"state\[0\]\.exp_avg is a tensor of the shape \(\)"),
+    ("fused", of_moment(torch.zeros(3, 2)), r"state\[0\]\.exp_avg is a tensor of the shape \(3, 2\)"),
+    ("fused", of_moment(torch.zeros(12).as_strided((2, 3), (1, 1), 8)), r"state\[0\]\.exp_avg has more elements"),
+    ("fused", of_moment(torch.zeros(0), "step"), r"state\[0\]\.step is a tensor of the shape \(0,\)"),
+    (
+        "Adam",
+        of_moment(torch.zeros(1).expand(2**38)),
+        r"state\[0\]\.exp_avg is a tensor of the shape \(274877906944,\)",
+    ),
+    ("Adam", of_moment(torch.zeros(1).expand(2, 3)), r"state\[0\]\.exp_avg has more elements than are saved"),
+    ("Adam", of_moment(torch.zeros(2, 3, device="meta")), r"state\[0\]\.exp_avg has more elements than are saved"),
+    ("Adam", of_moment(3), r"state\[0\]\.exp_avg is a value of the type int"),
+    ("Adam", of_moment(None), r"state\[0\]\.exp_avg is None"),
+    ("Adam", lambda optimizer: optimizer["state"][0].pop("exp_avg_sq"), r"state\[0\]\.exp_avg_sq is missing"),
+    ("Adam", of_group("amsgrad", True), r"state\[0\]\.max_exp_avg_sq is missing"),
+    ("Adam", lambda optimizer: optimizer["state"].update({0: [3]}), r"state\[0\] is a value of the type list"),
+    ("Adam", of_group("lr", "x"), r"param_groups\[0\]\.lr is 'x', and 0\.1 in this run"),
+    ("Adam", of_group("lr", [0.1]), r"param_groups\[0\]\.lr is a value of the type list, and 0\.1"),
+    ("Adam", of_group("lr", 10**400), r"param_groups\[0\]\.lr is a value of the type int"),
+    ("Adam", of_group("lr", None), r"param_groups\[0\]\.lr is None"),
+    ("Adam", of_group("betas", (0.9,)), r"param_groups\[0\]\.betas is a value of the type tuple"),
+    ("Adam", of_group("params", [1, 0]), r"param_groups do not number the parameters"),
+    ("momentum", of_moment(torch.zeros(1), "momentum_buffer"), r"state\[0\]\.momentum_buffer is a tensor"),
+    ("Adafactor", of_moment(torch.zeros(2, 2), "row_var"), r"state\[0\]\.row_var is a tensor of the shape \(2, 2\)"),
+    ("Adafactor", of_moment(torch.zeros(2), "row_var"), r"state\[0\]\.row_var is a tensor of the shape \(2,\)"),
+    ("LBFGS", of_moment([torch.zeros(3)], "old_dirs"), r"state\[0\]\.old_dirs\[0\] has the shape \(3,\), not \(8,\)"),
+    ("chained", of_moment(torch.zeros(0)), r"state\[0\]\.exp_avg is a tensor"),
+    ("chained", of_group("optimizer", 5), r"param_groups\[0\]\.optimizer is 5, and 0 in this run"),
+    (
+        "own",
+        of_moment([torch.zeros(1).expand(2**38)], "past"),
+        r"state\[0\]\.past\[0\] has more elements than are saved",
+    ),
+    ("own", of_group("plan", 3), r"param_groups\[0\]\.plan is a value of the type int"),
+]
+
+
+@pytest.mark.parametrize("case", ALTERED, ids=[f"{name} {index}" for index, (name, *_) in enumerate(ALTERED)])
+def test_an_altered_optimizer_state_is_refused(
+    make_trainer: Any, saved_states: Any, tmp_path: Path, case: tuple[str, Callable[[Any], Any], str]
+) -> None:
+    name, change, message = case
+    content = saved_states(name)
+    change(content["optimizer"])
+    with pytest.raises(CheckpointError, match=rf"x\.pt holds a state that \w+ cannot continue from: ({message})"):
+        resume_columns(make_trainer, name, content, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("section", ["optimizer", "callbacks", "config"])
+def test_containers_that_are_shared_many_levels_deep_are_refused_at_once(
+    make_trainer: Any, saved_states: Any, tmp_path: Path, section: str
+) -> None:
+    content, shared = saved_states("Adam"), [1]
+    for _ in range(200):
+        shared = [shared, shared]
+    content[section] = {"state": {0: {"exp_avg": shared}}, "param_groups": content["optimizer"]["param_groups"]}
+    with pytest.raises(
+        CheckpointError, match=r"x\.pt was not saved by trainkit: a list or mapping in it has two places"
+    ):
+        resume_columns(make_trainer, "Adam", content, tmp_path / "x.pt")

@@ -56,6 +56,7 @@ _COUNTERS: dict[str, type | tuple[type, ...]] = {
     "evaluation_due": bool,
 }
 
+_NOT_FINITE = ("nan", "inf", "-inf")
 _SHARD = re.compile(r"[.]?[A-Za-z0-9_][A-Za-z0-9_.]*")  # the name of its file
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
@@ -143,6 +144,7 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
     with same_errors(comm), open_file(path):
         content: dict[str, Any] = _unpickled(path, verified=saved is not None)
         header = _header_of(content, path)
+        _check_is_tree(content, path)
     shards = [ShardFile(**shard) for shard in header.get("shards", ())]
     if not shards:
         return content
@@ -178,7 +180,9 @@ def check_header(header: Mapping[str, Any]) -> None:
     wrong += [key for key in whole if key not in wrong and not 0 <= fields[key] < 2**63]
     if not wrong and not NAME.fullmatch(fields["name"]):
         wrong.append("name")
-    if not wrong and not all(isinstance(key, str) and _is_number(value) for key, value in fields["metrics"].items()):
+    metrics = [] if wrong else fields["metrics"].items()
+    # JSON has no NaN and no infinity: in a manifest they are text.
+    if not all(isinstance(key, str) and (_is_number(value) or value in _NOT_FINITE) for key, value in metrics):
         wrong.append("metrics")
     if not wrong and not all(map(_is_shard, fields["shards"])):
         wrong.append("shards")
@@ -409,6 +413,24 @@ def _header_of(content: Any, path: Path) -> dict[str, Any]:
     return checked
 
 
+def _check_is_tree(content: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError if a container is in two places, as in no file of ours.
+
+    Whoever visits all places of lists that are shared n levels deep visits 2**n.
+    """
+    seen: set[int] = set()
+    rest: list[Any] = [content]
+    while rest:
+        value = rest.pop()
+        if not isinstance(value, (*_SEQUENCES, *_MAPPINGS)) or not value:
+            continue
+        if id(value) in seen:
+            raise CheckpointError(f"{path} was not saved by trainkit: a list or mapping in it has two places.")
+        seen.add(id(value))
+        rest += [*value, *value.values()] if isinstance(value, dict) else value
+        rest += vars(value).values() if hasattr(value, "__dict__") else ()
+
+
 def _unpickled(path: Path, *, verified: bool) -> Any:
     """Return the content of a file, in memory except for what a rank may need a part of."""
     try:
@@ -434,11 +456,9 @@ def _unpickled(path: Path, *, verified: bool) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    try:
-        float(value)  # type: ignore[arg-type] # it raises for another type
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # of a tensor with several elements
-        return False
-    return True
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)  # float() fails beyond
 
 
 def _is_shard(shard: object) -> bool:

@@ -14,12 +14,13 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from trainkit.errors import UserError, check_monitored, raising_module
+from trainkit.errors import CheckpointError, UserError, check_monitored, raising_module
 from trainkit.model.transforms import matches
 from trainkit.optim.chained_optimizer import members
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
+from trainkit.optim.saved_state import state_problem
 from trainkit.task import TaskModule, has_phases
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -109,6 +110,7 @@ class PhaseOptimizer:
         self.optimizer, self.schedules = optimizer, schedules
         self.clip, self.skip_nonfinite = clip, skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._shapes = [parameter.shape for parameter in self.parameters]  # a strategy may shard the parameters
         self.skipped_steps: Tensor | None = None
         """The number of skipped steps, a scalar on the device; `None` if no step can be skipped."""
         self.skipped: Tensor | None = None
@@ -233,7 +235,7 @@ class PhaseOptimizer:
         return [float(group.get("initial_lr", group["lr"])) for group in groups if "lr" in group]
 
     def check_saved(self, optimizer: Mapping[str, Any], schedules: Sequence[Any], *, where: str) -> None:
-        """Raise UserError if a checkpoint has other parameter groups or another number of schedules."""
+        """Raise UserError if a checkpoint has other parameter groups, schedules, or shapes of the state."""
         groups = [_group_signature(group) for group in self.optimizer.param_groups]
         saved = [_group_signature(group) for group in optimizer["param_groups"]]
         if len(groups) != len(saved) or not all(map(_fits, saved, groups)):
@@ -245,6 +247,12 @@ class PhaseOptimizer:
             raise UserError(
                 f"{where} was saved with {len(schedules)} learning-rate schedules, and this run has "
                 f"{len(self.schedules)}. Use the same configure_optimizers to resume it."
+            )
+        problem = state_problem(self.optimizer, self._shapes, optimizer)
+        if problem is not None:
+            raise CheckpointError(
+                f"{where} holds a state that {type(self.optimizer).__name__} cannot continue from: {problem}. Use the "
+                "same configure_optimizers to resume it, or resume from an earlier checkpoint."
             )
 
     def schedule_state(self) -> list[dict[str, Any]]:
