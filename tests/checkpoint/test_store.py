@@ -290,6 +290,26 @@ def test_lost_manifest_is_rebuilt_from_undamaged_files(
     assert [entry.step for entry in store.entries()] == [0, 1, 7]
 
 
+def test_a_folder_that_disappears_during_a_save_is_named_without_advice_about_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(part: Path, content: object) -> None:
+        shutil.rmtree(part.parent)
+        part.touch()
+
+    monkeypatch.setattr("trainkit.checkpoint.store.write_payload", write)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    message = (
+        r"No such file or directory\. The folder was removed or moved during the save; the next save makes it again\."
+    )
+    with pytest.raises(CheckpointError, match=message) as raised:
+        store.save(payload_of(1), name="step_1", step=1, epoch=0)
+    assert "Make room" not in str(raised.value) and "intact" not in str(raised.value)
+    monkeypatch.undo()
+    store.save(payload_of(1), name="step_1", step=1, epoch=0)
+    assert [entry.step for entry in store.entries()] == [1]
+
+
 @pytest.mark.parametrize("numbered", [True, False])
 def test_rebuilt_manifest_is_in_the_order_of_saving_after_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool

@@ -55,6 +55,8 @@ def disk_error_text(error: OSError, folder: Path, *, needed: int = 0) -> str:
     """Return why a file could not be written in the folder, the bytes that are needed and free, and what to do."""
     if error.errno in _NO_DESCRIPTORS:
         return f"{reason(error)}."
+    if error.errno == errno.ENOENT:
+        return f"{reason(error)}. The folder was removed or moved during the save; the next save makes it again."
     free = shutil.disk_usage(existing_folder(folder)).free
     return (
         f"{reason(error)}. {f'It needs about {needed:,} bytes, ' if needed else ''}{free:,} are free there. "

@@ -306,10 +306,8 @@ class CheckpointStore:
             yield
         except OSError as error:
             why = disk_error_text(error, self.folder, needed=payload_bytes(content))
-            raise CheckpointError(
-                f"Checkpoint '{name}' could not be saved in {self.folder}: {why} "
-                f"The checkpoints saved earlier are intact."
-            ) from error
+            intact = " The checkpoints saved earlier are intact." if self.folder.exists() else ""
+            raise CheckpointError(f"Checkpoint '{name}' could not be saved in {self.folder}: {why}{intact}") from error
 
     def _save(self, content: dict[str, Any], *, shards: Path | None = None) -> CheckpointEntry:
         """Write, rename, list: a kill in between relies on this order."""
