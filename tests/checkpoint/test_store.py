@@ -310,6 +310,21 @@ def test_a_folder_that_disappears_during_a_save_is_named_without_advice_about_sp
     assert [entry.step for entry in store.entries()] == [1]
 
 
+def test_a_lost_manifest_and_a_damaged_file_are_named_once_for_each_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        store = filled(tmp_path / name, [2.0, 1.0])
+        flip(store.entries()[1].path, store.entries()[1].size // 2)
+        (tmp_path / name / "manifest.json").unlink()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert len(CheckpointStore(tmp_path / name).entries()) == 1
+        assert caplog.text.count(f"{name}/manifest.json is missing; using the 1 undamaged checkpoints") == 1
+        assert caplog.text.count("skipped: ") == 1
+        caplog.clear()
+
+
 @pytest.mark.parametrize("numbered", [True, False])
 def test_rebuilt_manifest_is_in_the_order_of_saving_after_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool

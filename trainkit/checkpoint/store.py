@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -471,10 +472,14 @@ def _read_manifest(folder: Path) -> Manifest:
         problem = "is damaged"
     entries = _entries_of_files(folder)
     if entries or problem == "is damaged":
-        logger.warning(
-            "%s %s; using the %d undamaged checkpoints in the folder", folder / MANIFEST, problem, len(entries)
-        )
+        _warn_once(f"{folder / MANIFEST} {problem}; using the {len(entries)} undamaged checkpoints in the folder")
     return Manifest(entries, None)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning of a folder that a command reads several times."""
+    logger.warning("%s", text)
 
 
 def _entries_of_files(folder: Path) -> list[CheckpointEntry]:
@@ -488,7 +493,7 @@ def _entries_of_files(folder: Path) -> list[CheckpointEntry]:
             with open_file(path) as file:
                 digest = file_digest(file, fastest_algorithm())
         except CheckpointError as error:
-            logger.warning("skipped: %s", error)
+            _warn_once(f"skipped: {error}")
         else:
             entries.append(CheckpointEntry.of(path, header, **digest._asdict()))
     # Not by the clock first, which may have been set back.
