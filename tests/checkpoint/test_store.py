@@ -325,6 +325,17 @@ def test_a_lost_manifest_and_a_damaged_file_are_named_once_for_each_folder(
         caplog.clear()
 
 
+@pytest.mark.parametrize("version", ["x", "2", None, 2.0, True, 0, [2]])
+def test_a_manifest_with_a_format_that_is_not_a_number_is_rebuilt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: object
+) -> None:
+    store = filled(tmp_path, [2.0, 1.0])
+    forge(tmp_path / "manifest.json", lambda document: document.update(format_version=version))
+    with caplog.at_level(logging.WARNING):
+        assert [entry.step for entry in store.entries()] == [0, 1]
+    assert "manifest.json is damaged; using the 2 undamaged checkpoints" in caplog.text
+
+
 @pytest.mark.parametrize("numbered", [True, False])
 def test_rebuilt_manifest_is_in_the_order_of_saving_after_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool

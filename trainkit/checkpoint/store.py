@@ -416,7 +416,9 @@ def manifest_of(content: bytes, folder: Path) -> Manifest:
     """Return the manifest of `folder` with this content; raises one of DAMAGED_TEXT if it is damaged."""
     document = json.loads(content)
     version = document["format_version"]
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is not int or version < 1:
+        raise ValueError(f"the manifest has the format {version!r}, which no trainkit wrote")
+    if version > FORMAT_VERSION:
         raise too_new(folder / MANIFEST, version)
     if document.pop("digest") != _digest_of(document):
         raise ValueError("the manifest was altered")
