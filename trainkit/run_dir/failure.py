@@ -121,26 +121,30 @@ def phase_in(frames: Iterable[FrameType]) -> str:
 
 @contextmanager
 def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
-    """Write each different warning of the block to the folder once, besides showing it; `None` writes nothing."""
-    if folder is None:
-        yield
-        return
-    handler = _Handler(folder / FILENAME, process)
+    """Write each different warning of the block to the folder once, and show it with escapes for control characters.
+
+    `None` writes nothing.
+    """
+    handler = None if folder is None else _Handler(folder / FILENAME, process)
     ours = logging.getLogger("trainkit")
     show = warnings.showwarning
 
     def show_and_keep(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *more: Any, **named: Any
     ) -> None:
-        handler.keep(f"{category.__name__}: {message}", where=f"{filename}:{lineno}")
-        show(message, category, filename, lineno, *more, **named)
+        if handler is not None:
+            handler.keep(f"{category.__name__}: {message}", where=f"{filename}:{lineno}")
+        text = printable(str(message))
+        show(message if text == str(message) else text, category, filename, lineno, *more, **named)
 
-    ours.addHandler(handler)
+    if handler is not None:
+        ours.addHandler(handler)
     warnings.showwarning = show_and_keep
     try:
         yield
     finally:
-        ours.removeHandler(handler)
+        if handler is not None:
+            ours.removeHandler(handler)
         if warnings.showwarning is show_and_keep:
             warnings.showwarning = show
 
