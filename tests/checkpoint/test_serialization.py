@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -610,3 +611,24 @@ def test_containers_that_are_shared_many_levels_deep_are_refused_at_once(
         CheckpointError, match=r"x\.pt was not saved by trainkit: a list or mapping in it has two places"
     ):
         resume_columns(make_trainer, "Adam", content, tmp_path / "x.pt")
+
+
+TENSORS = st.lists(st.integers(0, 4), max_size=3).map(torch.zeros)
+LEAVES = TENSORS | st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+STATES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+@SHARED
+@hypothesis.given(
+    name=st.sampled_from(["momentum", "fused", "amsgrad", "AdamW"]),
+    changes=st.dictionaries(st.sampled_from(["step", "exp_avg", "exp_avg_sq", "momentum_buffer", "x"]), STATES),
+    settings=st.dictionaries(st.sampled_from(["lr", "betas", "eps", "momentum", "weight_decay", "x"]), STATES),
+)
+def test_any_optimizer_state_trains_or_is_refused(
+    make_trainer: Any, saved_states: Any, changes: dict[str, Any], settings: dict[str, Any], name: str
+) -> None:
+    content = saved_states(name)
+    content["optimizer"]["state"][0].update(changes)
+    content["optimizer"]["param_groups"][0].update(settings)
+    with suppress(UserError), TemporaryDirectory() as folder:
+        resume_columns(make_trainer, name, content, Path(folder) / "x.pt")

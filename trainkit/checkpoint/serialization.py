@@ -422,12 +422,12 @@ def _check_is_tree(content: dict[str, Any], path: Path) -> None:
     rest: list[Any] = [content]
     while rest:
         value = rest.pop()
-        if not isinstance(value, (*_SEQUENCES, *_MAPPINGS)) or not value:
+        if type(value) not in (*_SEQUENCES, *_MAPPINGS) or not value:
             continue
         if id(value) in seen:
             raise CheckpointError(f"{path} was not saved by trainkit: a list or mapping in it has two places.")
         seen.add(id(value))
-        rest += [*value, *value.values()] if isinstance(value, dict) else value
+        rest += [*value, *value.values()] if type(value) in _MAPPINGS else value
         rest += vars(value).values() if hasattr(value, "__dict__") else ()
 
 
