@@ -26,7 +26,7 @@ test-slow: $(READY) ## the tests that take longer
 test-all: $(READY) ## all tests in one go
 	$(PYTEST) --durations=20 $(ARGS)
 
-torture: $(READY) ## 200 kills of a training process, and as many of one that only saves: some minutes
+torture: $(READY) ## 200 kills of a training process and of one that only saves, and links that are cut: half an hour or more
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)
 
 zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: an hour
