@@ -257,11 +257,7 @@ class Trainer:
                 logger.warning(_interrupt_hint(place, self.resume_command))
             raise
         if result.weights is not None:
-            if is_deferred(task):
-                make_real(task)
-            config.precision.prepare(task)  # to the type that the ranks trained in
-            has_no_memory = any(parameter.is_meta for parameter in task.parameters())
-            task.load_state_dict(result.weights, assign=has_no_memory)
+            self._load_trained(task, result.weights)
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
@@ -306,6 +302,14 @@ class Trainer:
                 "requeue=true starts the same command again, which must then resume this run; add resume=auto."
             )
         return checked
+
+    def _load_trained(self, task: TaskModule, weights: Mapping[str, Any]) -> None:
+        """Load into `task` what other processes have trained."""
+        if is_deferred(task):
+            make_real(task)
+        self.fit_config.precision.prepare(task)  # to the type that the ranks trained in
+        has_no_memory = any(parameter.is_meta for parameter in task.parameters())
+        task.load_state_dict(weights, assign=has_no_memory)
 
     def _evaluate(self, task: TaskModule, data: Any, checkpoint: str | Path | None, *, stage: str) -> Any:
         data, start = self._checked_data(task, data, stage), _checked(checkpoint)

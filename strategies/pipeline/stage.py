@@ -144,6 +144,21 @@ class Placement:
         return dict(found)
 
 
+def transferred_bytes(
+    steps: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int, num_micro_batches: int
+) -> dict[tuple[int, int], int]:
+    """Return the bytes of activations and their gradients from each rank to another, with one batch of each step."""
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    for graph, partition in steps:
+        bounds = partition.bounds(len(graph.nodes))
+        ranks = [index % num_ranks for index in range(len(bounds))]
+        for transfer in (each for stage in stage_graphs(graph, bounds, ranks) for each in stage.sends):
+            both_ways = 1 + transfer.differentiable
+            size = graph.values[transfer.value].num_bytes * num_micro_batches * both_ways
+            found[ranks[transfer.source], ranks[transfer.destination]] += size
+    return found
+
+
 def place_parameters(task: nn.Module, steps: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int) -> Placement:
     """Return the ranks of all parameters and buffers of these steps; stage `s` is on rank `s % num_ranks`."""
     everywhere = tuple(range(num_ranks))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -29,7 +28,7 @@ from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
 from .profile import rates_of
 from .schedules import Schedule
-from .stage import Placement, has_meta, owners, place_parameters, stage_bounds, stage_graphs
+from .stage import Placement, has_meta, owners, place_parameters, stage_bounds, stage_graphs, transferred_bytes
 from .stage_executor import StageExecutor
 from .tracer import trace
 from .verification import FirstStepCheck
@@ -123,15 +122,7 @@ class StagedModel:
     ) -> StepMessages:
         """Return what the ranks send in one step."""
         assert self.plan is not None
-        activations: dict[tuple[int, int], int] = defaultdict(int)
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
-        for graph, partition in parts:
-            bounds = partition.bounds(len(graph.nodes))
-            ranks = [index % mesh.stages for index in range(len(bounds))]
-            for transfer in (each for stage in stage_graphs(graph, bounds, ranks) for each in stage.sends):
-                both_ways = 1 + transfer.differentiable
-                size = graph.values[transfer.value].num_bytes * training.num_micro_batches * both_ways
-                activations[ranks[transfer.source], ranks[transfer.destination]] += size
         placement = place_parameters(task, parts, num_ranks=mesh.stages)
         trained = training.of_gradients()
         shared = {
@@ -149,6 +140,7 @@ class StagedModel:
                 buffers = task.named_buffers()
                 sent[0] += sum(num_bytes(buffer) for name, buffer in buffers if placement.is_held(name, stage))
             broadcast.append(sent)
+        activations = transferred_bytes(parts, num_ranks=mesh.stages, num_micro_batches=training.num_micro_batches)
         return StepMessages(activations, [rank.gradients for rank in memory], shared, broadcast)
 
     @property
