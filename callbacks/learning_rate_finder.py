@@ -189,7 +189,7 @@ def _page(rates: list[float], losses: list[float], best: float | None, result: s
 
 @contextmanager
 def trial(run: Run) -> Iterator[None]:
-    """Restore weights, buffers, optimizers, gradient-norm averages, scaler and random generators at the end.
+    """Restore weights, buffers, optimizers, gradient-norm averages, scaler, strategy and random generators at the end.
 
     Raises UserError if the strategy shards the optimizer or steps it in backward: then it cannot be restored.
     """
@@ -202,6 +202,7 @@ def trial(run: Run) -> Iterator[None]:
     weights = _copy(local_state(run.strategy, run.task))
     restores = [_saved(phase_optimizer) for phase_optimizer in run.phase_optimizers]
     scaler = run.precision.state_dict()
+    communication = run.strategy.comm.broadcast_object(run.strategy.strategy_state())
     try:
         with preserve_rng():
             yield
@@ -212,6 +213,7 @@ def trial(run: Run) -> Iterator[None]:
         for restore in restores:
             restore()
         run.precision.load_state_dict(scaler)
+        run.strategy.load_strategy_state(communication)
         if isinstance(run.strategy, SupportsPhases):
             run.strategy.end_phases()
 

@@ -50,7 +50,10 @@ class ErrorFeedback:
 
 def sum_of_errors(states: Sequence[Mapping[str, Any]], *, world_size: int) -> dict[str, Tensor]:
     """Return for each of `world_size` ranks an equal part of the errors that other ranks have saved."""
-    return {name: sum(state["errors"][name] for state in states) / world_size for name in states[0]["errors"]}
+    names = dict.fromkeys(name for state in states for name in state["errors"])
+    return {
+        name: sum(state["errors"][name] for state in states if name in state["errors"]) / world_size for name in names
+    }
 
 
 def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:

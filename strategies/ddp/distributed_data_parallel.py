@@ -46,6 +46,15 @@ _BUILTIN_HOOKS = {
 }
 _LOGGED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _LOGGED_VARIABLES_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+_NOT_PICKLED = (
+    "process_group",
+    "reducer",
+    "timeline",
+    "_parameters_at_start",
+    "_module_ids",
+    "_registrations",
+    "_closing",
+)
 SAMPLED_STEPS = 10  # at the start; from then on one in `_set_ddp_runtime_logging_sample_rate`
 HIDING_NODE = "CheckpointFunctionBackward"
 
@@ -201,6 +210,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if self._registrations[0]:
                 self._registrations[0] = 0
                 self._check_parameters()
+                self._module_ids.update(id(module) for module in self.module.modules())
         if syncs and not torch.compiler.is_compiling():  # which would trace the clock, and again for each step
             is_sampled = reducer.step < SAMPLED_STEPS or reducer.step % self._sample_rate == 0
             reducer.after_step = [self.timeline.record] if is_sampled else []
@@ -309,7 +319,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         self._check_default_group()  # type: ignore[no-untyped-call] # PyTorch's own: other groups cannot be restored
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "timeline", "_parameters_at_start", "_registrations", "_closing"):
+        for name in _NOT_PICKLED:
             del state[name]
         return state
 
@@ -337,7 +347,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         closing = ExitStack()
         closing.callback(self.reducer.close)
         self._parameters_at_start = {id(parameter): parameter for parameter in self.module.parameters()}
-        self._registrations = closing.enter_context(count_registrations())
+        self._module_ids = {id(module) for module in self.module.modules()}
+        self._registrations = closing.enter_context(count_registrations(self._module_ids))
         self._closing = weakref.finalize(self, closing.close)
         self._closing.atexit = False
 

@@ -129,8 +129,8 @@ class RoundingErrors:
     errors: ErrorFeedback = field(default_factory=ErrorFeedback, init=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's errors."""
-        return {"errors": dict(self.errors.by_name)}
+        """Return this rank's errors, without those of parameters of which it has lost nothing."""
+        return {"errors": {name: error for name, error in self.errors.by_name.items() if error.any()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue with the errors of this rank."""

@@ -31,7 +31,7 @@ from ..links import links_of_this_process
 from ..multiprocess import MultiProcessStrategy, RankSettings
 from .bucket import Bucket, GradBucket
 from .bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
-from .comm_hooks import ErrorFeedback, MergedHookState, PeriodicAveraging, SavedHookState, make_comm_hook
+from .comm_hooks import ErrorFeedback, MergedHookState, PeriodicAveraging, PowerSGD, SavedHookState, make_comm_hook
 from .distributed_data_parallel import unreached_parameters
 from .grad_norm import total_norm
 from .half_precision import RoundingErrors
@@ -71,7 +71,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         error_feedback: With `reduce_dtype`: gradients are added in fp32, and each rank keeps what its rounding loses,
             of the gradients and of the sums that it sends, for the next step (Seide et al., 2014, "1-bit SGD";
             Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is then that of the
-            gradients, up to the last errors. For parameters that no rank uses in a step they are lost.
+            gradients, up to the last errors. For parameters that no rank uses in a step they are lost. Tasks whose
+            `training_step` returns weights are refused, as they are with `power_sgd`.
         comm_hook: Compression of gradients: `none`, `power_sgd`, `local_sgd`; or a function `hook(state, bucket)`, such
             as PyTorch's, or its import path.
         comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`) and `local_sgd` (`start_step`, `period`), or
@@ -79,7 +80,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         comm_hook_state: Function that makes the state of a custom hook, called with the process group and
             `comm_hook_options`, or its import path; `None`: the state is the process group.
         optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
-            on CUDA after it.
+            on CUDA and with `error_feedback` after it.
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
             timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 draws one in the report and logs advice.
@@ -363,10 +364,19 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the sum of weights over all ranks if the task returned weights; collective."""
         super()._normalize_gradients(outputs, batch)
-        if self._weighted and self._bucketwise is not None:
+        if not self._weighted:
+            return
+        if self._bucketwise is not None:
             raise UserError(
                 "optimizer_in_backward=true updates parameters before the sum of the weights that training_step "
                 "returned is known. Set strategy.optimizer_in_backward=false."
+            )
+        if self.error_feedback or any(isinstance(state, PowerSGD) for state in self._hook_states.values()):
+            setting, off = ("error_feedback=true", "false") if self.error_feedback else ("comm_hook=power_sgd", "none")
+            raise UserError(
+                f"{setting} adds what a step has lost to the gradients of the next one, before the sum of the weights "
+                "that training_step returned is known, by which these are divided. Set "
+                f"strategy.{setting.partition('=')[0]}={off}."
             )
 
     def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:

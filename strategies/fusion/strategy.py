@@ -64,12 +64,13 @@ class FusionStrategy(DDPStrategy):
             from 1 to 4.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
-        reduce_dtype: Dtype in which gradients and sums are sent: their own (`None`), `bf16` or `fp16`; they are added
-            in fp32. What overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
+        reduce_dtype: Dtype in which gradients and sums are sent: their own (`None`), `bf16` or `fp16`. Inside a host
+            they are added in fp32. What overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
         error_feedback: With `reduce_dtype`: each rank keeps what its rounding loses, of the gradients and of the sums
             that it sends, and adds it to what it sends next of the same elements (Seide et al., 2014, "1-bit SGD";
             Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is then that of the
-            gradients, up to the last errors. For parameters that no rank uses in a step they are lost.
+            gradients, up to the last errors. For parameters that no rank uses in a step they are lost. Tasks whose
+            `training_step` returns weights are refused.
         transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
         servers: `rank`: every rank is a server; `host`: the first rank of each host.
         communication_thread: Move buffers on a separate thread while backward runs, instead of on backward's own thread

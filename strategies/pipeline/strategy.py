@@ -219,7 +219,8 @@ class PipelineStrategy(MultiProcessStrategy):
         if moves:
             mesh.place(placed)
             self._take_place()
-        if before is not None and before != mesh.grid and len(before) == mesh.replicas and self.comm.is_main:
+        has_same_shape = before is not None and [len(ranks) for ranks in before] == [mesh.stages] * mesh.replicas
+        if has_same_shape and before != mesh.grid and self.comm.is_main:
             logger.warning(
                 "ranks are placed as %s, but were %s in the run that is resumed: random numbers continue from new "
                 "seeds. Resume on the same hosts%s to repeat them.",

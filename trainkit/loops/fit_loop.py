@@ -101,6 +101,7 @@ class FitLoop:
         Raises UserError if an epoch has no step batch.
         """
         with count_registrations() as registrations:
+            registrations[0] = 1  # for those before it
             while not self._finished():
                 yield from self._epoch_batches(registrations)
 

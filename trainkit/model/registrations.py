@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -13,12 +13,13 @@ from torch.nn.modules.module import (
 
 
 @contextmanager
-def count_registrations() -> Iterator[list[int]]:
-    """Count the parameters and modules that any module registers in the context, beginning at 1 for those before it."""
-    registrations = [1]
+def count_registrations(of: Container[int] | None = None) -> Iterator[list[int]]:
+    """Count the parameters and modules that modules register in the context: any, or those whose id is in `of`."""
+    registrations = [0]
 
     def count(module: nn.Module, name: str, value: object) -> None:
-        registrations[0] += 1
+        if of is None or id(module) in of:
+            registrations[0] += 1
 
     hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
     try:

@@ -454,6 +454,43 @@ def test_a_trained_parameter_that_is_added_to_the_module_is_refused_by_name():
         assert message.startswith("the parameter extra.weight was added or replaced after the module was wrapped")
 
 
+def called_with_other_parameters() -> list[float]:
+    """Return the difference to stock DDP of calls with other parameters: first of all, and after a layer was made."""
+    found, start = [], Mlp()
+    for makes_layer in (False, True):
+        outputs = []
+        for wrap in (DistributedDataParallel, StockDDP):
+            wrapped = wrap(copy.deepcopy(start))
+            if makes_layer:
+                wrapped(batch(0)).sum().backward()
+                nn.Linear(1, 1)
+            others = {name: nn.Parameter(value + 1.0) for name, value in wrapped.named_parameters()}
+            outputs.append(torch.func.functional_call(wrapped, others, (batch(0),)).detach())
+        found.append((outputs[0] - outputs[1]).abs().max().item())
+    return found
+
+
+def test_a_functional_call_with_other_parameters_is_that_of_stock():
+    assert run_ranks(called_with_other_parameters, 2) == [[0.0, 0.0]] * 2
+
+
+def grown_in_a_frozen_layer() -> str:
+    """Return the message of a forward after a layer was added that got a trained parameter later."""
+    wrapped, _ = wrapped_pair()
+    wrapped(batch(0)).sum().backward()
+    wrapped.module.extra = nn.Sequential()
+    wrapped(batch(0)).sum().backward()
+    wrapped.module.extra.weight = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError) as caught:
+        wrapped(batch(0))
+    return str(caught.value)
+
+
+def test_a_parameter_of_a_module_that_was_added_before_is_refused_by_name():
+    for message in run_ranks(grown_in_a_frozen_layer, 2):
+        assert message.startswith("the parameter extra.weight was added or replaced after the module was wrapped")
+
+
 def gradients_by_place(views: bool) -> dict[str, float]:
     """Return the difference to stock DDP with forward and backward inside and outside of `no_sync`."""
     found = {}

@@ -118,14 +118,26 @@ def test_with_error_feedback_weights_are_nearer_to_those_of_one_device(tmp_path)
         assert 0 < with_feedback < without / 2
 
 
+class SavedErrors(Recorder):
+    """Keeps the errors that a checkpoint of the last step would have, of all ranks."""
+
+    def on_step_end(self, run):
+        states = run.strategy.strategy_state().get("hook_states") or []
+        self.errors = [state["hooks"][""]["errors"] for state in states]
+
+
 def in_shared_memory(run_dir):
-    """Return the weights of runs on one host: without reduce_dtype, with it, and with error feedback."""
-    return [drifted(DDPStrategy(**settings), run_dir)[0] for settings in ({"device": "cpu"}, ROUNDED, FEEDBACK)]
+    """Return the weights of runs on one host without reduce_dtype, with it, and with error feedback, and its errors."""
+    saved = SavedErrors()
+    runs = [drifted(DDPStrategy(**settings), run_dir, saved)[0] for settings in ({"device": "cpu"}, ROUNDED, FEEDBACK)]
+    return runs, saved.errors
 
 
-def test_ranks_that_share_memory_round_nothing(tmp_path):
-    for exact, rounded, feedback in run_ranks(in_shared_memory, 2, tmp_path):
+def test_ranks_that_share_memory_round_nothing_and_save_no_errors(tmp_path):
+    first, second = run_ranks(in_shared_memory, 2, tmp_path)
+    for (exact, rounded, feedback), _ in (first, second):
         assert torch.equal(exact, rounded) and torch.equal(exact, feedback)
+    assert first[1] == [{}, {}]
 
 
 class Advice(Recorder):

@@ -199,6 +199,30 @@ def test_settings_that_exclude_each_other_are_refused(kind, settings, message):
         kind(**settings)
 
 
+class Weighted(Drift):
+    """Returns the weight of its samples."""
+
+    def training_step(self, batch):
+        return {"loss": super().training_step(batch), "weight": batch[0].sum()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting"),
+    [
+        (FusionStrategy(**FEEDBACK, devices=1), "strategy.error_feedback=false"),
+        (
+            DDPStrategy(device="cpu", devices=1, reduce_dtype="bf16", error_feedback=True),
+            "strategy.error_feedback=false",
+        ),
+        (DDPStrategy(device="cpu", devices=1, comm_hook="power_sgd"), "strategy.comm_hook=none"),
+    ],
+)
+def test_what_a_step_loses_is_not_kept_for_a_step_with_other_weights(strategy, setting, tmp_path):
+    data = Data(train=TensorDataset(torch.ones(4, 307)), batch_size=2)
+    with pytest.raises(UserError, match=f"the sum of the weights that training_step returned .* Set {setting}"):
+        train(strategy, Weighted(), data, run_dir=tmp_path)
+
+
 class Evaluated(Drift):
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters())
