@@ -142,7 +142,8 @@ class Checkpoint(Callback):
         self._forget_failures()
         if run.resumed_from:
             last = store.last() if run.is_main and store is not None else None
-            self._saved_step = run.strategy.comm.broadcast_object(None if last is None else last.step)
+            is_last = last is not None and last.step == run.state.step  # else later steps are made again
+            self._saved_step = run.state.step if run.strategy.comm.broadcast_object(is_last) else None
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._is_timed and self._interval.due(run.state):
@@ -203,8 +204,7 @@ class Checkpoint(Callback):
         if _was_updating(error, run.strategy):
             return
         try:
-            last = run.checkpointer.store.last()
-            if last is None or last.step != run.state.step:  # the same: the resumed run has made no step
+            if run.state.step != run.restored_step:
                 self._save(run, "exception", is_last=True)
             run.checkpointer.wait()
         except Exception as failure:

@@ -219,7 +219,7 @@ class PipelineStrategy(MultiProcessStrategy):
         if moves:
             mesh.place(placed)
             self._take_place()
-        has_same_shape = before is not None and [len(ranks) for ranks in before] == [mesh.stages] * mesh.replicas
+        has_same_shape = before is not None and list(map(len, before)) == [mesh.stages] * mesh.replicas
         if has_same_shape and before != mesh.grid and self.comm.is_main:
             logger.warning(
                 "ranks are placed as %s, but were %s in the run that is resumed: random numbers continue from new "

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,23 @@ def test_a_run_resumes_from_the_step_saved_after_an_exception(
 
     assert result.steps == 20
     assert repaired.steps == 13
+
+
+@pytest.mark.parametrize(("ends_with", "steps"), [("exception", "20step"), ("end", "10step")])
+def test_a_run_from_an_earlier_checkpoint_saves_its_own_later_steps(
+    fit: Fit, scripted: Any, store: CheckpointStore, ends_with: str, steps: str
+) -> None:
+    fit(scripted(), Checkpoint(every="5step", save_last_k=None), max_duration="10step")
+    task, weights = scripted(), Weights()
+    task.at_step[1] = lambda: task.net.weight.data.add_(1.0)
+    task.at_step[6] = raising(RuntimeError("bug in the model"))  # after step 10
+
+    with pytest.raises(RuntimeError, match="bug") if ends_with == "exception" else nullcontext():
+        checkpoint = Checkpoint(every=None, save_last_k=None)
+        fit(task, weights, checkpoint, resume=store.folder / "step_00000005.pt", max_duration=steps)
+
+    assert saved(store)[-1] == (10, ends_with)
+    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[10])
 
 
 def test_nothing_is_saved_after_an_exception_during_an_update(fit: Fit, scripted: Any, store: CheckpointStore) -> None:

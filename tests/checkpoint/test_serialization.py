@@ -421,11 +421,12 @@ def resume_altered(make_trainer: Any, tmp_path: Path) -> Callable[..., None]:
 
 COUNTERS = [
     *({"step": "x"}, {"samples": -1}, {"seconds": None}),
-    *({"metrics": {"loss": value}} for value in ([], "9" * 9, "nan", 10**400, torch.zeros(2))),
+    *({"metrics": {"loss": value}} for value in ([], "9" * 9, "nan", 10**400, torch.zeros(()))),
+    {"metrics": {5: 1.0}},
 ]
 
 
-@pytest.mark.parametrize("key", ["task", "optimizer", "state", "loader"])
+@pytest.mark.parametrize("key", ["task", "optimizer", "state", "loader", "strategy"])
 def test_run_state_that_is_missing_is_named(resume_altered: Any, key: str) -> None:
     with pytest.raises(CheckpointError, match=rf"altered\.pt was not saved by a run: it has no valid {key}\."):
         resume_altered(key, None)
@@ -476,8 +477,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
     "chained": lambda parameters: ChainedOptimizer(*(torch.optim.Adam([each]) for each in parameters)),
-    "own": lambda parameters: Own(parameters, {"lr": 0.1, "plan": {"warm": 1}, "later": None}),
+    "subclass": lambda parameters: Subclass(parameters, lr=0.1),
+    "own": lambda parameters: Own(parameters, {"lr": 0.1, "plan": {"warm": 1}, "later": None, "history": []}),
+    "rows": lambda parameters: Rows(parameters, lr=0.1),
 }
+
+
+class Subclass(torch.optim.Adam):
+    """Steps as torch's, and keeps a list in its groups."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.register_step_post_hook(lambda *_: self.param_groups[0].setdefault("history", []).append(1.0))
 
 
 class Own(torch.optim.Optimizer):
@@ -485,10 +496,22 @@ class Own(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["later"] = {"mean": 3}
+            group["later"], group["history"] = {"mean": 3}, [*group["history"], 1.0]
             for parameter in group["params"]:
                 self.state[parameter].setdefault("past", []).append([parameter.grad[:1].clone(), (3, None, "text")])
-        self.state["all"] = {"count": torch.ones(4)}
+        self.state["all"] = {"count": torch.ones(4), "mask": torch.ones(1).expand(2, 3)}
+
+
+class Rows(torch.optim.SGD):
+    """Its step is its own: a momentum for each row, and of a vector nothing but a tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() == 1:
+                    self.state[parameter] = parameter.grad.clone()
+                else:
+                    self.state[parameter]["momentum_buffer"] = parameter.grad.mean(1)
 
 
 class Columns(TaskModule):
@@ -561,7 +584,7 @@ ALTERED: list[tuple[str, Callable[[Any], Any], str]] = [
         r"state\[0\]\.exp_avg is a tensor of the shape \(274877906944,\)",
     ),
     ("Adam", of_moment(torch.zeros(1).expand(2, 3)), r"state\[0\]\.exp_avg has more elements than are saved"),
-    ("Adam", of_moment(torch.zeros(2, 3, device="meta")), r"state\[0\]\.exp_avg has more elements than are saved"),
+    ("Adam", of_moment(torch.zeros(2, 3, device="meta")), r"state\[0\]\.exp_avg is a tensor without plain values, of"),
     ("Adam", of_moment(3), r"state\[0\]\.exp_avg is a value of the type int"),
     ("Adam", of_moment(None), r"state\[0\]\.exp_avg is None"),
     ("Adam", lambda optimizer: optimizer["state"][0].pop("exp_avg_sq"), r"state\[0\]\.exp_avg_sq is missing"),
@@ -578,13 +601,18 @@ ALTERED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("Adafactor", of_moment(torch.zeros(2), "row_var"), r"state\[0\]\.row_var is a tensor of the shape \(2,\)"),
     ("LBFGS", of_moment([torch.zeros(3)], "old_dirs"), r"state\[0\]\.old_dirs\[0\] has the shape \(3,\), not \(8,\)"),
     ("chained", of_moment(torch.zeros(0)), r"state\[0\]\.exp_avg is a tensor"),
-    ("chained", of_group("optimizer", 5), r"param_groups\[0\]\.optimizer is 5, and 0 in this run"),
+    ("chained", of_group("optimizer", 5), r"param_groups\[0\]\.optimizer is not 0, as in this run"),
+    ("subclass", of_moment(torch.zeros(0)), r"state\[0\]\.exp_avg is a tensor of the shape \(0,\)"),
+    ("subclass", lambda optimizer: optimizer["state"][0].pop("step"), r"state\[0\]\.step is missing"),
+    ("Adam", of_moment(torch.zeros(2, 3).to_sparse()), r"state\[0\]\.exp_avg is a tensor without plain values, of"),
+    ("Adam", of_moment(torch.tensor(1j), "step"), r"state\[0\]\.step is a tensor of the shape \(\)"),
     (
         "own",
         of_moment([torch.zeros(1).expand(2**38)], "past"),
         r"state\[0\]\.past\[0\] has more elements than are saved",
     ),
-    ("own", of_group("plan", 3), r"param_groups\[0\]\.plan is a value of the type int"),
+    ("rows", of_moment(torch.zeros(1).expand(7), "mask"), r"state\[0\]\.mask has more elements than are saved"),
+    ("rows", of_moment(torch.zeros(2, 3, device="meta"), "mask"), r"state\[0\]\.mask has more elements than are saved"),
 ]
 
 

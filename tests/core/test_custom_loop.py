@@ -1,3 +1,4 @@
+import gc
 import multiprocessing
 from functools import partial
 
@@ -184,6 +185,7 @@ def test_a_session_calls_the_hooks_of_epochs_and_steps_as_the_trainer_does():
 
 
 def test_a_session_keeps_the_workers_of_its_evaluations_from_one_to_the_next():
+    gc.collect()  # which ends data workers of other tests
     generator = torch.Generator().manual_seed(1)
     samples = [(torch.randn(3, generator=generator), torch.zeros(1)) for _ in range(6)]
     read = Data(train=samples, validation=samples, batch_size=2, num_workers=1)

@@ -139,7 +139,7 @@ def test_outside_the_main_thread_training_works_and_no_handler_is_set(make_train
     results = []
     thread = threading.Thread(target=lambda: results.append(make_trainer().fit(Regression(), DATA)))
     thread.start()
-    thread.join(60)
+    thread.join(600)
     assert results[0].steps == 5
     assert signal.getsignal(signal.SIGINT) is before
 

@@ -1,5 +1,6 @@
 """The Trainer's settings, each seen in what a run does."""
 
+import gc
 import inspect
 import os
 import time
@@ -736,6 +737,7 @@ def test_a_strategy_that_cannot_run_here_is_refused_before_it_is_launched(make_t
 
 
 def test_a_run_leaves_no_process_and_no_folder_behind(make_trainer, tmp_path):
+    gc.collect()  # which ends data workers of other tests
     before = set(os.listdir(tmp_path))
     trainer = make_trainer()
     trainer.fit(Regression(), data(num_workers=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -89,6 +90,7 @@ def test_a_run_with_persistent_workers_resumes_to_the_bit_and_leaves_no_process(
 ) -> None:
     import multiprocessing
 
+    gc.collect()  # which ends data workers of other tests
     data = Data(train=regression_data(20), validation=regression_data(6), batch_size=4, num_workers=1)
     full, resumed = Regression(), Regression()
     settings = {"max_duration": "2epoch", "evaluate_every": "4step"}

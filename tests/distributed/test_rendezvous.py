@@ -68,11 +68,12 @@ def test_neighbouring_jobs_have_different_ports():
     assert all(1024 < port_of(str(job)) < 65536 for job in (0, 19_999, 20_000, 10**9))
 
 
+JOB = str(1 + os.getpid() % 12_000)  # its port, below those that are given out, is not that of tests beside these
 TOOLS = {
     "sbatch": """
         cp "$1" {folder}/submitted.sh
-        SLURM_JOB_ID=17 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_NODEID=0 bash "$1" > {folder}/batch.log 2>&1 &
-        echo "Submitted batch job 17"
+        SLURM_JOB_ID={job} SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_NODEID=0 bash "$1" > {folder}/batch.log 2>&1 &
+        echo "Submitted batch job {job}"
     """,
     "srun": """
         while [ "${1#-}" != "$1" ]; do case "$1" in --output|--error) shift;; esac; shift; done
@@ -82,7 +83,7 @@ TOOLS = {
         wait
     """,
     "sacct": """
-        printf 'JobID|State|NodeList\\n17|RUNNING|localhost\\n'
+        printf 'JobID|State|NodeList\\n{job}|RUNNING|localhost\\n'
     """,
 }
 
@@ -125,7 +126,8 @@ def test_a_job_for_slurm_requests_its_resources_and_its_tasks_train_together(tmp
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, script in TOOLS.items():
-        (tools / name).write_text("#!/bin/bash\n" + textwrap.dedent(script.replace("{folder}", str(tmp_path))))
+        content = script.replace("{folder}", str(tmp_path)).replace("{job}", JOB)
+        (tools / name).write_text("#!/bin/bash\n" + textwrap.dedent(content))
         (tools / name).chmod(0o755)
     launcher = ["nodes=1", "tasks_per_node=2", "timeout_min=90", "partition=gpu", "signal_delay_s=300"]
     code, printed = sweep(
@@ -153,14 +155,15 @@ def listens_at(port: int) -> list[str]:
 
 
 def test_rank_0_listens_at_its_address_alone_and_may_come_twice(monkeypatch):
+    host = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}.{1 + os.getpid() // 62_500}"  # nobody else's
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.bind((host, 0))
         port = free.getsockname()[1]
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     first, rank, world_size = store_of_environment(timedelta(seconds=30))
-    assert listens_at(port) == ["127.0.0.1"] and (rank, world_size) == (0, 1)
+    assert host in listens_at(port) and "0.0.0.0" not in listens_at(port) and (rank, world_size) == (0, 1)
     first.set("key", "value")
     second, _, _ = store_of_environment(timedelta(seconds=30))
     assert second.get("key") == b"value"

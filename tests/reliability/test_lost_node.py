@@ -73,7 +73,7 @@ def agent(machine: str, port: int, run_dir: Path, log: Path) -> Program:
     """Start what is typed on each machine."""
     # Who comes first decides how long the second is waited for: for both machines to start, but not for the lost one.
     last_call = 1 if machine == "kept" else 120
-    settings = f"last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=5,is_host=0"
+    settings = f"last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=15,is_host=0"
     environment = {key: value for key, value in os.environ.items() if key not in ELASTIC}
     command = [
         *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=lost"),

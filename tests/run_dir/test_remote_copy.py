@@ -247,8 +247,9 @@ def test_a_store_that_stays_away_costs_a_warning_that_says_what_to_type(monkeypa
     whole = fit(5, run_dir="runs/whole")
     assert_same_bits(fit(5), whole)
     command = "python -m trainkit.run_dir.remote_copy runs/memory/bucket/run7 memory://bucket/run7"
-    assert command in caplog.messages[-1]
-    assert "checkpoints/step_00000005.pt" in caplog.messages[-1]
+    advice = next(message for message in reversed(caplog.messages) if "To copy it" in message)
+    assert command in advice
+    assert "checkpoints/step_00000005.pt" in advice
     assert listed(files_at()) == []
     assert CheckpointStore("runs/memory/bucket/run7/checkpoints").last().step == 5
     assert remote_copy.main(command.split()[3:]) == 1
@@ -258,8 +259,8 @@ def test_a_store_that_stays_away_costs_a_warning_that_says_what_to_type(monkeypa
 
 
 def test_a_store_that_takes_files_and_no_manifest_gets_each_file_once_and_is_given_up(monkeypatch, caplog):
-    monkeypatch.setattr(remote_copy, "_PATIENCE_SECONDS", 0.5)
-    copied = []
+    monkeypatch.setattr(remote_copy, "_PATIENCE_SECONDS", 5.0)
+    copied, refused = [], Event()
     put_file, pipe_file = MemoryFileSystem.put_file, MemoryFileSystem.pipe_file
 
     def counted(self, source, target, **options):
@@ -268,12 +269,19 @@ def test_a_store_that_takes_files_and_no_manifest_gets_each_file_once_and_is_giv
 
     def refuse(self, path, content, **options):
         if path.endswith("manifest.json"):
+            refused.set()
             raise PermissionError("no manifest")
         return pipe_file(self, path, content, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", counted)
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    fit(4, every=None)
+
+    class Wait(Callback):
+        def on_step_end(self, run):
+            if run.state.step == 3:
+                assert refused.wait(600)
+
+    fit(4, every="2step", save_last_k=None, more=[Wait()])
     assert sum(target.endswith("00000004.pt") for target in copied) == 1
     assert "lacks checkpoints/manifest.json: PermissionError: no manifest" in caplog.messages[-1]
 

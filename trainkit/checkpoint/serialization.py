@@ -193,11 +193,14 @@ def check_header(header: Mapping[str, Any]) -> None:
 def check_payload(payload: Mapping[str, Any], where: str, *, keys: Iterable[str] = RUN_STATE) -> None:
     """Raise CheckpointError unless the payload has the keys of a run's; `where` names the checkpoint."""
     wrong = [key for key in keys if not isinstance(payload.get(key), RUN_STATE[key])]
+    if not isinstance(payload.get("strategy", {}), dict):
+        wrong.append("strategy")
     if "state" in keys and "state" not in wrong:
         counters = payload["state"]
         wrong += [f"state.{key}" for key, kind in _COUNTERS.items() if not isinstance(counters.get(key), kind)]
         wrong += [f"state.{key}" for key, value in counters.items() if isinstance(value, int) and value < 0]
-        if not wrong and not all(map(_is_number, counters["metrics"].values())):
+        metrics = [] if wrong else counters["metrics"].items()
+        if not all(isinstance(key, str) and _is_number(value) for key, value in metrics):
             wrong.append("state.metrics")
     if wrong:
         raise CheckpointError(f"{where} was not saved by a run: it has no valid {', '.join(wrong)}.")
@@ -456,8 +459,6 @@ def _unpickled(path: Path, *, verified: bool) -> Any:
 
 
 def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1023)  # float() fails beyond
 
 

@@ -350,7 +350,8 @@ def _type_of_class(found: Any, arguments: Sequence[Any], namespace: Mapping[str,
         return ValueType(frozenset({kind})) if kind else ANYTHING
     parts = [_value_type(part, namespace) for part in arguments if part is not Ellipsis] or [ANYTHING]
     element = parts[-1] if kind == "dict" else reduce(ValueType.__or__, parts)
-    positions = tuple(parts) if found is tuple and arguments and Ellipsis not in arguments else ()
+    repeats = any(part is Ellipsis or getattr(part, "__unpacked__", False) for part in arguments)
+    positions = () if repeats or found is not tuple else tuple(parts[: len(arguments)])
     return ValueType(frozenset({kind}), (), element, parts[0] if kind == "dict" else None, positions)
 
 

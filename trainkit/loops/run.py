@@ -115,6 +115,8 @@ class Run:
     stopped_by: Signals | None = None
     """The signal that ended the run, the same on every rank."""
     resumed_from: str | None = None
+    restored_step: int | None = None
+    """Step of the checkpoint that was restored last, by a resume or a rollback."""
     weights_are_finite: Callable[[], bool] = lambda: True
     """Returns True if the weights may be saved; collective."""
     folder_lock: ExitStack | None = None
@@ -336,12 +338,10 @@ class Checkpointer:
         Random generators continue exactly on the layout that was saved, and from a new seed on another. Raises
         UserError if the checkpoint is another task's.
         """
-        from trainkit.checkpoint.serialization import check_payload
         from trainkit.checkpoint.sharded_state import in_memory
 
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
-        check_payload(payload, where)
         self.load_weights(payload, where=where)
         saved = _saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
         restored = zip(run.phase_optimizers, saved, payload["spikes"], strict=True)
@@ -371,7 +371,7 @@ class Checkpointer:
             if name in payload["callbacks"]:
                 state = payload["callbacks"][name]
                 callback.load_state_dict(state if callback.loads_from_disk else in_memory(state))
-        run.resumed_from = where
+        run.resumed_from, run.restored_step = where, run.state.step
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
 

@@ -165,9 +165,11 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     """Prepare task, optimizer and data on this rank, and restore a resumed run; collective."""
     payload: dict[str, Any] = {}
     if checkpoint is not None:
+        from trainkit.checkpoint.serialization import check_payload
         from trainkit.checkpoint.store import load_from
 
         payload = load_from(checkpoint, run.strategy.comm).payload
+        check_payload(payload, str(checkpoint))
     if isinstance(run.strategy, PlacesRanks):
         saved = payload.get("strategy", {})
         if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
@@ -221,7 +223,7 @@ def _monitored(run: Run) -> set[str]:
     """Return the names of the validation metrics that callbacks and schedules follow."""
     schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
     names = (*(callback.monitored for callback in run.callbacks), *(schedule.metric for schedule in schedules))
-    return {name for name in names if name is not None}
+    return {name for name in names if isinstance(name, str)}
 
 
 def _callbacks_of(task: TaskModule) -> Sequence[Callback]:

@@ -26,7 +26,7 @@ from torch.optim import (
 )
 
 from trainkit.checkpoint.sharded_state import StoredTensor
-from trainkit.optim.chained_optimizer import ChainedOptimizer
+from trainkit.optim.chained_optimizer import ChainedOptimizer, members
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
 _REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
@@ -51,10 +51,11 @@ _MOMENTS = frozenset({"momentum_buffer", *_REQUIRED_BY_SETTING.values()}.union(*
 def state_problem(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a saved state of the optimizer, whose parameters have these shapes; `None` if nothing.
 
-    The number and settings of its groups have been checked. Of an optimizer that is not torch's, only the memory of
-    tensors is.
+    The number of its groups and the names of their settings have been checked. Of an optimizer with a step of its own
+    only the memory of tensors is.
     """
-    return next(_problems(optimizer, shapes, saved), None)
+    problem = next(_problems(optimizer, shapes, saved), None)
+    return None if problem is None else f"{problem:.300}"
 
 
 def _problems(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping[str, Any]) -> Iterator[str]:
@@ -62,26 +63,34 @@ def _problems(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping
     if [index for group in groups for index in group["params"]] != list(range(len(shapes))):
         yield "param_groups do not number the parameters"
     for number, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        yield from _problems_of_group(own, group, f"param_groups[{number}]")
         one, last = optimizer, first + len(own["params"])
         if isinstance(optimizer, ChainedOptimizer):
             one = optimizer.optimizers[own["optimizer"]]
-            if group["optimizer"] != own["optimizer"]:
-                yield f"param_groups[{number}].optimizer is {group['optimizer']}, and {own['optimizer']} in this run"
-        for index in range(first, last):
-            if state.get(index):
-                yield from _problems_of_parameter(one, group, state[index], shapes[index], f"state[{index}]")
+            if not _is_alike(group["optimizer"], 0) or group["optimizer"] != own["optimizer"]:
+                yield f"param_groups[{number}].optimizer is not {own['optimizer']}, as in this run"
+        if _has_step_of_torch(one):
+            yield from _problems_of_group(one, own, group, f"param_groups[{number}]")
+            for index in range(first, last):
+                if index in state:
+                    yield from _problems_of_parameter(one, group, state[index], shapes[index], f"state[{index}]")
         first = last
+    is_torchs = any(map(_has_step_of_torch, members(optimizer)))
+    most_expanded = 0 if is_torchs else max((shape.numel() for shape in shapes), default=0)
     for place, tensor in _tensors(state, "state"):
-        if isinstance(optimizer, LBFGS) and tensor.shape not in _shapes_of_lbfgs(shapes):
-            yield f"{place} has the shape {tuple(tensor.shape)}, not {_shapes_of_lbfgs(shapes)[1]}"
-        if isinstance(tensor, Tensor) and not _has_own_memory(tensor):
+        if is_torchs and isinstance(optimizer, LBFGS) and tensor.shape not in ((), (_size_of_lbfgs(optimizer),)):
+            yield f"{place} has the shape {tuple(tensor.shape)}, not {(_size_of_lbfgs(optimizer),)}"
+        if isinstance(tensor, Tensor) and (tensor.is_meta or tensor.numel() > max(_num_saved(tensor), most_expanded)):
             yield f"{place} has more elements than are saved"
 
 
-def _problems_of_group(own: Mapping[str, Any], saved: Mapping[str, Any], place: str) -> Iterator[str]:
-    for name in own:
-        if name in saved and name not in ("params", "fused", "foreach") and not _is_alike(saved[name], own[name]):
+def _has_step_of_torch(one: Optimizer) -> bool:
+    """Return True for an optimizer of torch, or a subclass with the same step, which reads what torch's has saved."""
+    return isinstance(one, (*_REQUIRED, Adafactor, LBFGS)) and type(one).step.__module__.startswith("torch.optim.")
+
+
+def _problems_of_group(one: Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any], place: str) -> Iterator[str]:
+    for name in one.defaults:
+        if name in saved and name not in ("fused", "foreach") and not _is_alike(saved[name], own[name]):
             yield f"{place}.{name} is {_shown(saved[name])}, and {_shown(own[name])} in this run"
 
 
@@ -91,8 +100,9 @@ def _problems_of_parameter(
     if not isinstance(values, dict):
         yield f"{place} is {_shown(values)}, not a mapping"
         return
-    if type(one) in _REQUIRED:
-        needed = [*_REQUIRED[type(one)], *(name for key, name in _REQUIRED_BY_SETTING.items() if group.get(key))]
+    kind = next((kind for kind in type(one).__mro__ if kind in _REQUIRED), None)
+    if kind is not None and values:
+        needed = [*_REQUIRED[kind], *(name for key, name in _REQUIRED_BY_SETTING.items() if group.get(key))]
         yield from (f"{place}.{name} is missing" for name in needed if name not in values)
     for name, value in values.items():
         if not _fits_parameter(one, name, value, shape):
@@ -109,15 +119,16 @@ def _fits_parameter(one: Optimizer, name: str, value: Any, shape: torch.Size) ->
         return True
     if name in _NUMBERS:
         return _is_number(value)
+    if name in _MOMENTS and isinstance(one, SGD):  # `None` before the first gradient, and sparse for sparse gradients
+        return value is None or (is_tensor and value.shape == shape)
     if name in _MOMENTS:
-        return (is_tensor and value.shape == shape) or (value is None and isinstance(one, SGD))
+        return is_tensor and value.shape == shape and _is_dense(value)
     return True
 
 
-def _shapes_of_lbfgs(shapes: Sequence[torch.Size]) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors in its state: of all parameters, whose complex elements are two numbers."""
-    total = sum(shape.numel() for shape in shapes)
-    return [(), (total,), (2 * total,)]
+def _size_of_lbfgs(optimizer: LBFGS) -> int:
+    """Return the size of the tensors in its state: of all parameters, whose complex elements are two numbers."""
+    return sum((1 + parameter.is_complex()) * parameter.numel() for parameter in optimizer.param_groups[0]["params"])
 
 
 def _is_alike(saved: Any, own: Any) -> bool:
@@ -134,8 +145,14 @@ def _is_alike(saved: Any, own: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor | StoredTensor):
-        return value.shape in ((), (1,))
+        return value.shape in ((), (1,)) and _is_dense(value) and not value.dtype.is_complex
     return isinstance(value, Real) and not (isinstance(value, int) and abs(value) >= 2**1023)  # float() fails beyond
+
+
+def _is_dense(value: Tensor | StoredTensor) -> bool:
+    return isinstance(value, StoredTensor) or (
+        value.layout is torch.strided and not value.is_quantized and not value.is_meta
+    )
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor | StoredTensor]]:
@@ -152,19 +169,16 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor | StoredTenso
         yield from _tensors(item, f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}")
 
 
-def _has_own_memory(tensor: Tensor) -> bool:
-    """Return True if all elements can be read from the first one on: kernels do so, whatever the strides are."""
-    if tensor.is_meta:
-        return False
+def _num_saved(tensor: Tensor) -> int:
+    """Return how many elements can be read from the first one on: kernels do so, whatever the strides are."""
     if tensor.layout is not torch.strided:
-        return True
-    stop = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    return stop <= tensor.untyped_storage().nbytes()
+        return tensor.numel()
+    return int(tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset())
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor | StoredTensor):
-        return f"a tensor of the shape {tuple(value.shape)}"
+        return f"a tensor{'' if _is_dense(value) else ' without plain values,'} of the shape {tuple(value.shape)}"
     if value is None or isinstance(value, (bool, float)):
         return repr(value)
     return f"{value!r:.40}" if isinstance(value, str) else f"a value of the type {type(value).__name__}"

@@ -130,20 +130,26 @@ def test_sums_of_all_types_are_exact_in_rank_order(num_ranks):
     assert run_ranks(sums_of_all_types, num_ranks) == [[]] * num_ranks
 
 
+def mapped_below_dev_shm() -> set[str]:
+    """Return the files below /dev/shm that this process has mapped; others there belong to other programs."""
+    fields = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {name for *_, name in fields if name.startswith("/dev/shm/")}
+
+
 def leftovers() -> tuple[list[str], list[str], str]:
-    before = set(os.listdir("/dev/shm"))
-    files = open_files()
+    before, files = mapped_below_dev_shm(), open_files()
     transport = open_transport("auto", process_group_transport())
     flats = transport.allocate([(1000, torch.float32)])
     flats[0].fill_(1)
     transport.start(0, where="a test").wait()
+    named = sorted(mapped_below_dev_shm() - before)
     transport.close()
     dist.barrier()
     assert flats[0].sum() == 1000 * dist.get_world_size(), "gradients stay readable after close"
     del flats
     gc.collect()
     memory = [name for name in open_files() - files if "memfd" in name]
-    return memory, sorted(set(os.listdir("/dev/shm")) - before), transport.name
+    return memory, named, transport.name
 
 
 def test_auto_uses_shared_memory_without_a_name_or_an_open_file():
@@ -203,7 +209,7 @@ def test_ranks_that_cannot_map_each_others_memory_share_none(offer, reason):
 
 def processes_of_a_group_of_its_own() -> list[int]:
     ranks = [0, 2]
-    group = dist.new_group(ranks, timeout=timedelta(seconds=20))
+    group = dist.new_group(ranks, timeout=timedelta(seconds=300))
     if dist.get_rank() not in ranks:
         return []
     transport = SharedMemoryTransport(group, failure_store=FailureStore(group, token="test"), timeout_seconds=120)
@@ -231,6 +237,7 @@ def test_shards_cover_each_element_once(numel, world_size):
 
 
 def test_tests_leave_no_process_behind():
+    gc.collect()  # which ends data workers of other tests
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
     assert all("forkserver" in name or "resource_tracker" in name for name in names), names

@@ -44,7 +44,7 @@ class AllReduce:
         return self.ended.is_set()
 
     def wait(self, *timeout):
-        assert self.ended.wait(60)
+        assert self.ended.wait(600)
         return True
 
 
@@ -77,7 +77,7 @@ def open_first_of_two(**settings):
         ServerGroups(rank=0, world_size=2, messages=None, flags=None),
         failure_store=Silent(),
         device=torch.device("cpu"),
-        timeout_seconds=20.0,
+        timeout_seconds=600.0,
         settings=FusionSettings(message_bytes=4, **settings),
         num_gradients=partial(list, (2 * NUM_CHUNKS, 2)),
     )

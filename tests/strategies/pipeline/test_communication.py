@@ -32,7 +32,7 @@ class _LateCopy:
         self._device_is_done, self._source, self._target = device_is_done, source, target
 
     def synchronize(self):
-        if not self._device_is_done.wait(20):
+        if not self._device_is_done.wait(600):
             raise RuntimeError("the device is never done")
         self._target.copy_(self._source)
 
