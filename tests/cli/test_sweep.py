@@ -69,6 +69,25 @@ def test_a_failed_job_is_recorded_and_the_sweep_goes_on(tmp_path, capsys):
     assert Path(jobs[1]["run_dir"], "summary.json").exists()
 
 
+INTERRUPTED_TASK = """
+from trainkit.recipes.digits_mlp import DigitsMLP
+
+
+class Interrupted(DigitsMLP):
+    def __init__(self, **settings: object):
+        raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupt_before_training_is_told_and_ends_the_sweep(tmp_path, capsys):
+    (tmp_path / "interrupted_task.py").write_text(INTERRUPTED_TASK)
+    task = "task={_target_: interrupted_task.Interrupted}"
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "-m", *(text for text in TINY if "width" not in text), *QUIET, task, "trainer.seed=1,2"])
+    assert caught.value.code == 130
+    assert "interrupted" in capsys.readouterr().err.splitlines()
+
+
 def test_a_wrong_value_in_any_job_is_reported_before_the_first_starts(tmp_path, capsys):
     assert main(["fit", "-m", *TINY, *QUIET, "task.width=8,wide", "task.lrr=1,2", "strategy=single,singel"]) == 2
     said = capsys.readouterr().err

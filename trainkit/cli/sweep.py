@@ -222,7 +222,11 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     choices = HydraConfig.get().runtime.choices
     settings = settings_of(OmegaConf.merge(config, {"run_dir": None}), choices.get("recipe"))
     drop_unselected(settings.tree)
-    run = assemble(settings, run_dir=run_dir)
+    try:
+        run = assemble(settings, run_dir=run_dir)
+    except KeyboardInterrupt:  # from here on the trainer says it
+        print("interrupted", file=sys.stderr)
+        raise
     run.trainer.config_diff = partial(recipe_diff, settings)
     # SLURM may queue a job again, with the same folder.
     result = run.trainer.fit(run.task, run.data, resume="auto")
