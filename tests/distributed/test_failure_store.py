@@ -34,7 +34,7 @@ from trainkit.distributed.failure_store import (
 from trainkit.run_dir.failure import phase_in
 from trainkit.testing import rank_outcomes, run_ranks
 
-LIMIT = 15.0  # seconds; every collective before the hang has to end within it
+LIMIT = 10.0  # seconds; every collective before the hang has to end within it
 STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "torch_ddp": TorchDDPStrategy}
 
 

@@ -86,7 +86,7 @@ def test_a_sent_tensor_that_needs_a_gradient_but_needed_none_in_the_trace_is_an_
 
 
 def test_a_rank_that_does_not_answer_is_named_with_its_stage_and_micro_batch():
-    outcomes = rank_outcomes(_train, 2, _Hangs, 15.0, patience=0.0)
+    outcomes = rank_outcomes(_train, 2, _Hangs, 10.0, patience=0.0)
 
     waiting = next(outcome for outcome in outcomes if outcome.rank == 0)
     assert "timed out waiting for the gradients of micro-batch 0 from stage 1" in waiting.failure
@@ -123,7 +123,7 @@ class _BreaksInBackward(Mlp):
 
 
 def _fail_between_steps():
-    strategy = PipelineStrategy(stages=2, device="cpu", split_points=["net.8"], timeout_seconds=300.0)
+    strategy = PipelineStrategy(stages=2, device="cpu", split_points=["net.8"], timeout_seconds=10.0)
     training = Training(make(Mlp), strategy)
     first, second = step_batches(Mlp, sizes=[5, 3, 2], num_steps=2)
     try:
