@@ -478,6 +478,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
     "chained": lambda parameters: ChainedOptimizer(*(torch.optim.Adam([each]) for each in parameters)),
     "subclass": lambda parameters: Subclass(parameters, lr=0.1),
+    "limited": lambda parameters: Limited(parameters, lr=0.1, fused=True),
     "own": lambda parameters: Own(parameters, {"lr": 0.1, "plan": {"warm": 1}, "later": None, "history": []}),
     "rows": lambda parameters: Rows(parameters, lr=0.1),
 }
@@ -489,6 +490,14 @@ class Subclass(torch.optim.Adam):
     def __init__(self, parameters: Any, **settings: Any) -> None:
         super().__init__(parameters, **settings)
         self.register_step_post_hook(lambda *_: self.param_groups[0].setdefault("history", []).append(1.0))
+
+
+class Limited(torch.optim.Adam):
+    """Its step is its own, and ends in torch's fused kernel."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
 
 
 class Own(torch.optim.Optimizer):
@@ -603,6 +612,7 @@ ALTERED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("chained", of_moment(torch.zeros(0)), r"state\[0\]\.exp_avg is a tensor"),
     ("chained", of_group("optimizer", 5), r"param_groups\[0\]\.optimizer is not 0, as in this run"),
     ("subclass", of_moment(torch.zeros(0)), r"state\[0\]\.exp_avg is a tensor of the shape \(0,\)"),
+    ("limited", of_moment(torch.zeros(0)), r"state\[0\]\.exp_avg is a tensor of the shape \(0,\)"),
     ("subclass", lambda optimizer: optimizer["state"][0].pop("step"), r"state\[0\]\.step is missing"),
     ("Adam", of_moment(torch.zeros(2, 3).to_sparse()), r"state\[0\]\.exp_avg is a tensor without plain values, of"),
     ("Adam", of_moment(torch.tensor(1j), "step"), r"state\[0\]\.step is a tensor of the shape \(\)"),

@@ -263,12 +263,14 @@ class RollbackPoint:
 
     def restore(self, checkpoint: tuple[int, Path]) -> None:
         """Restore a checkpoint, but keep the clock, the skipped steps and the micro-batch size; collective."""
+        from trainkit.checkpoint.serialization import check_payload
         from trainkit.checkpoint.store import load_from
 
         run, state = self._run, self._run.state
         seconds, skipped_steps, size = state.own_seconds, state.skipped_steps, state.micro_batch_size
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1], run.strategy.comm).payload
+        check_payload(payload, str(checkpoint[1]))
         run.checkpointer.restore(payload, where=str(checkpoint[1]))
         run.checkpointer.restore_rng(payload)
         state.resume_clock(seconds)

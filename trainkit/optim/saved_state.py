@@ -51,8 +51,8 @@ _MOMENTS = frozenset({"momentum_buffer", *_REQUIRED_BY_SETTING.values()}.union(*
 def state_problem(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a saved state of the optimizer, whose parameters have these shapes; `None` if nothing.
 
-    The number of its groups and the names of their settings have been checked. Of an optimizer with a step of its own
-    only the memory of tensors is.
+    The number of its groups and the names of their settings have been checked. Of an optimizer with a step of its own,
+    not fused, only the memory of tensors is.
     """
     problem = next(_problems(optimizer, shapes, saved), None)
     return None if problem is None else f"{problem:.300}"
@@ -68,13 +68,13 @@ def _problems(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping
             one = optimizer.optimizers[own["optimizer"]]
             if not _is_alike(group["optimizer"], 0) or group["optimizer"] != own["optimizer"]:
                 yield f"param_groups[{number}].optimizer is not {own['optimizer']}, as in this run"
-        if _has_step_of_torch(one):
+        if _reads_as_torch(one):
             yield from _problems_of_group(one, own, group, f"param_groups[{number}]")
             for index in range(first, last):
                 if index in state:
                     yield from _problems_of_parameter(one, group, state[index], shapes[index], f"state[{index}]")
         first = last
-    is_torchs = any(map(_has_step_of_torch, members(optimizer)))
+    is_torchs = any(map(_reads_as_torch, members(optimizer)))
     most_expanded = 0 if is_torchs else max((shape.numel() for shape in shapes), default=0)
     for place, tensor in _tensors(state, "state"):
         if is_torchs and isinstance(optimizer, LBFGS) and tensor.shape not in ((), (_size_of_lbfgs(optimizer),)):
@@ -83,9 +83,11 @@ def _problems(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping
             yield f"{place} has more elements than are saved"
 
 
-def _has_step_of_torch(one: Optimizer) -> bool:
-    """Return True for an optimizer of torch, or a subclass with the same step, which reads what torch's has saved."""
-    return isinstance(one, (*_REQUIRED, Adafactor, LBFGS)) and type(one).step.__module__.startswith("torch.optim.")
+def _reads_as_torch(one: Optimizer) -> bool:
+    """Return True for an optimizer of torch, and for a subclass with the same step or with torch's fused kernel."""
+    has_same_step = type(one).step.__module__.startswith("torch.optim.")
+    is_fused = any(group.get("fused") for group in one.param_groups)
+    return isinstance(one, (*_REQUIRED, Adafactor, LBFGS)) and (has_same_step or is_fused)
 
 
 def _problems_of_group(one: Optimizer, own: Mapping[str, Any], saved: Mapping[str, Any], place: str) -> Iterator[str]:
