@@ -637,6 +637,16 @@ def test_an_altered_optimizer_state_is_refused(
         resume_columns(make_trainer, name, content, tmp_path / "x.pt")
 
 
+def test_a_long_name_in_an_altered_optimizer_state_is_shortened(
+    make_trainer: Any, saved_states: Any, tmp_path: Path
+) -> None:
+    content = saved_states("Adam")
+    content["optimizer"]["state"][0]["x" * 10**6] = torch.zeros(1).expand(2, 3)
+    with pytest.raises(CheckpointError, match=r"cannot continue from: state\[0\]\.xxx") as caught:
+        resume_columns(make_trainer, "Adam", content, tmp_path / "x.pt")
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("section", ["optimizer", "callbacks", "config"])
 def test_containers_that_are_shared_many_levels_deep_are_refused_at_once(
     make_trainer: Any, saved_states: Any, tmp_path: Path, section: str

@@ -533,6 +533,7 @@ from typing import Any, Literal, Tuple
 
 from torch import nn
 from trainkit import TaskModule
+from typing_extensions import Unpack
 
 
 class Elements(TaskModule):
@@ -553,6 +554,8 @@ class Elements(TaskModule):
         perhaps: tuple[int, str] | None = None,
         by_number: dict[int, float] | None = None,
         any_tuple: Tuple = (),
+        unpacked: "tuple[int, *tuple[str, ...]]" = (1,),
+        named: "tuple[int, Unpack[tuple[str, ...]]]" = (1,),
     ):
         super().__init__()
 """
@@ -606,6 +609,8 @@ def test_elements_of_the_right_type_and_those_that_cannot_be_checked_are_accepte
         "perhaps": [1, "x"],
         "by_number": {1: 2},
         "any_tuple": [1, "x"],
+        "unpacked": [1, "x", "y"],
+        "named": [1, "x", "y"],
     }
     file = tmp_path / "conf/recipe/elements.yaml"
     file.parent.mkdir(parents=True)

@@ -468,6 +468,19 @@ def test_sanity_batches_are_not_repeated_for_a_metric_that_was_measured_before_t
     assert not recorder.steps_of("on_evaluation_start sanity")
 
 
+def test_a_callback_may_have_a_monitored_of_its_own_that_is_no_name(make_trainer):
+    class Watches(Callback):
+        def __init__(self):
+            self.monitored = ["weights"]
+
+    data = plain_data(validation=regression_data(6, seed=1))
+    settings = {"max_duration": "3epoch", "num_sanity_batches": 1}
+    trainer = make_trainer(callbacks=[StopAt(8)], **settings)
+    trainer.fit(Regression(), data)
+    result = make_trainer(callbacks=[Watches()], **settings).fit(Regression(), data, resume=trainer.run_dir)
+    assert result.metrics
+
+
 def test_an_evaluation_that_a_signal_interrupted_is_repeated_after_the_resume(make_trainer):
     class Terminated(Regression):
         def __init__(self, optimizer, *, dies):

@@ -17,7 +17,7 @@ from trainkit.strategies.single import SingleStrategy
 from tests.tasks import assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.checkpoint.store import load_from
-from trainkit.errors import NonFiniteLoss
+from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loggers.jsonl import JsonlLogger
 from trainkit.loops.rollback import RollbackPoint
 from trainkit.testing import run_ranks
@@ -195,6 +195,23 @@ def test_the_rollback_point_is_the_last_checkpoint_with_finite_weights_before_th
     doctored = Doctored()
     trainer("run", callbacks=[doctored], max_duration="4step").fit(Regression(), data())
     assert [step for step, _ in doctored.found] == [0, 2, 2, 4]
+
+
+class Alters(Callback):
+    """Takes the counters from the checkpoint that the run will roll back to."""
+
+    def on_step_end(self, run: Any) -> None:
+        if run.state.step == step_of(7) - 1:
+            entry = run.checkpointer.store.last()
+            payload = run.checkpointer.store.load(entry)
+            del payload["state"]
+            run.checkpointer.store.save(payload, name=f"step_{entry.step:08d}", step=entry.step, epoch=0)
+
+
+def test_an_altered_checkpoint_is_not_rolled_back_to():
+    altered = trainer("run", callbacks=[Checkpoint(every="1step"), Alters()])
+    with pytest.raises(CheckpointError, match="was not saved by a run: it has no valid state"):
+        altered.fit(Regression(), data(7))
 
 
 def test_a_run_without_a_folder_warns_that_it_cannot_roll_back(caplog):

@@ -348,11 +348,17 @@ def _type_of_class(found: Any, arguments: Sequence[Any], namespace: Mapping[str,
     kind = _KINDS.get(found)
     if kind not in ("list", "dict"):
         return ValueType(frozenset({kind})) if kind else ANYTHING
-    parts = [_value_type(part, namespace) for part in arguments if part is not Ellipsis] or [ANYTHING]
+    types = [ANYTHING if _is_unpacked(part) else _value_type(part, namespace) for part in arguments if part is not ...]
+    parts = types or [ANYTHING]
     element = parts[-1] if kind == "dict" else reduce(ValueType.__or__, parts)
-    repeats = any(part is Ellipsis or getattr(part, "__unpacked__", False) for part in arguments)
-    positions = () if repeats or found is not tuple else tuple(parts[: len(arguments)])
+    repeats = any(part is ... or _is_unpacked(part) for part in arguments)
+    positions = () if repeats or found is not tuple else tuple(types)
     return ValueType(frozenset({kind}), (), element, parts[0] if kind == "dict" else None, positions)
+
+
+def _is_unpacked(part: Any) -> bool:
+    """Return True for `*tuple[...]` or `Unpack[...]` in the brackets of a tuple, which is any number of elements."""
+    return getattr(part, "__unpacked__", False) or str(get_origin(part)).endswith(".Unpack")
 
 
 def _classes(annotation: Any, namespace: Mapping[str, Any]) -> tuple[type, ...] | None:

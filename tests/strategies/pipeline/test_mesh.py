@@ -181,6 +181,18 @@ def test_either_placement_trains_to_the_weights_of_one_process(replicas, expecte
         assert largest_difference(found[0][1], single.weights()) < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("before", "is_told"),
+    [([[0, 2], [1, 3]], True), ([[0, 1], [2, 3]], False), ([[0, 1, 2, 3]], False), ([[0, 1, 2], [3, 4, 5]], False)],
+)
+def test_another_place_of_the_ranks_is_reported_only_for_the_same_stages_and_replicas(before, is_told, caplog):
+    strategy = PipelineStrategy(stages=2, replicas=2, device="cpu", placement="cluster")
+    strategy.comm = SingleStrategy(device="cpu").comm
+    with caplog.at_level(logging.WARNING):
+        assert not strategy.place_ranks(Mlp(), _data(4).stage_data("train"), {"grid": before})
+    assert ("in the run that is resumed" in caplog.text) == is_told
+
+
 def _data(batch_size):
     generator = torch.Generator().manual_seed(0)
     inputs, targets = Mlp.batch(4 * batch_size, generator)
