@@ -284,6 +284,15 @@ class Strategy:
     def _move_for_evaluation(self, batch: Any) -> Any:
         return batch if self.device.type == "cpu" and self.precision.batch_type is None else self._move(batch)
 
+    # ---- Outside of the step
+
+    def whole_task(self, task: TaskModule) -> AbstractContextManager[TaskModule]:
+        """Return a context in which every rank has all values of the task's parameters and buffers; collective.
+
+        At its end the values that rank 0 has left in them are those that every rank trains on.
+        """
+        return nullcontext(task)
+
     # ---- State, complete and under the bare task's names for every strategy; all collective
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -158,6 +158,14 @@ class Run:
         """Call the callbacks' methods for a hook."""
         for method in self._hooks.get(hook, ()):
             method(self, *arguments)
+
+    def whole_task(self) -> AbstractContextManager[TaskModule]:
+        """Return a context in which `run.task` has all values of its parameters and buffers, on every rank; collective.
+
+        Strategies that leave a rank a part of the task gather it. What rank 0's block changes in place is written back
+        on every rank: `with run.whole_task() as task, torch.no_grad(): task.head.weight.clamp_(-1, 1)`.
+        """
+        return self.strategy.whole_task(self.task)
 
     def request_stop(self, reason: str) -> None:
         """Stop training after this step, on all ranks; `reason` is written to the summary."""
