@@ -6,7 +6,6 @@ import faulthandler
 import importlib.util
 import inspect
 import os
-import pickle
 import secrets
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # torch export
 
 from trainkit.distributed.fork_server import start_fork_server
 from trainkit.distributed.launcher import Outcome, join_store, run_processes
+from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rendezvous import store_at
 from trainkit.parity.compare import assert_resume_exact, assert_strategies_equal
 
@@ -66,7 +66,7 @@ def rank_outcomes(
         raise ValueError(f"{fn.__qualname__} must be at the top level of its file to run on other ranks")
     start_fork_server(preload=["pytest", "trainkit.testing"])  # ranks import the main module, which is pytest's
     store = store_at("127.0.0.1")
-    call = _Call(fn.__module__, inspect.getfile(fn), fn.__qualname__, pickle.dumps(args))
+    call = _Call(fn.__module__, inspect.getfile(fn), fn.__qualname__, pickled(args))
     limit = timedelta(seconds=timeout)
     join = partial(join_store, "127.0.0.1", store.port, secrets.token_hex(16), limit=limit)
     calls = [partial(_run_rank, call, rank, num_ranks, join, limit) for rank in range(num_ranks)]
@@ -90,7 +90,7 @@ class _Call:
             sys.modules[self.module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[self.module])
         function = attrgetter(self.name)(sys.modules[self.module])
-        return function(*pickle.loads(self.arguments))
+        return function(*unpickled(self.arguments))
 
 
 def _run_rank(call: _Call, rank: int, num_ranks: int, join: Callable[[], Store], limit: timedelta) -> Any:

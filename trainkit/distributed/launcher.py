@@ -38,6 +38,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from trainkit.distributed.failure_store import GONE, RankError
 from trainkit.distributed.fork_server import begin_forked_process, start_fork_server
+from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
@@ -107,7 +108,8 @@ def launch_ranks(
     one. The `signals` that this process receives meanwhile are forwarded to every rank. Every rank writes its output to
     `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
-    payload = _pickle((enter, run))
+    _check_not_importing()
+    payload = pickled((enter, run), main_by_value=not _is_main_a_file())
     store = store_at("127.0.0.1")
     common = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
     calls = [partial(_run_rank, payload, replace(common, rank=rank)) for rank in range(num_ranks)]
@@ -138,30 +140,17 @@ def join_store(host: str, port: int, token: str, *, limit: timedelta) -> Store:
     return PrefixStore(token, TCPStore(host, port, is_master=False, timeout=limit))
 
 
-def _pickle(call: object) -> bytes:
+def _check_not_importing() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "training was started while a rank was importing your script. Put what starts it below "
             'if __name__ == "__main__": so that importing the script does not train.'
         )
-    try:
-        # As bytes: multiprocessing would share the memory of tensors, and all ranks would train the same weights.
-        if not hasattr(sys, "ps1"):
-            return pickle.dumps(call)
-        import cloudpickle  # the classes of a notebook are in no file that a rank could import: it sends them too
-
-        content: bytes = cloudpickle.dumps(call)
-        return content
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise unpicklable(error) from error
 
 
-def unpicklable(error: Exception) -> UserError:
-    """Return the error of a run that cannot be pickled."""
-    return UserError(
-        f"the run cannot be sent to other processes: {error}. Define the classes and functions of the task and the "
-        "dataset at the top level of a module (no lambdas or local classes), or start the program with torchrun."
-    )
+def _is_main_a_file() -> bool:
+    """Return True if ranks can import the main module, which is not a notebook, a prompt or standard input."""
+    return not hasattr(sys, "ps1") and hasattr(sys.modules["__main__"], "__file__")
 
 
 def _variables(environment: RankEnvironment) -> dict[str, str]:
@@ -405,7 +394,7 @@ def _run_rank(payload: bytes, environment: RankEnvironment) -> Any:
     log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
     prepare_rank(environment)
     try:
-        enter, run = pickle.loads(payload)
+        enter, run = unpickled(payload)
         enter(environment)
         value = run()
     except BaseException as error:

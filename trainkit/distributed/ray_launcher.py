@@ -32,8 +32,8 @@ from trainkit.distributed.launcher import (
     RankTraceback,
     is_consequence,
     prepare_rank,
-    unpicklable,
 )
+from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
@@ -74,13 +74,11 @@ class RayWorker:
 
     def run(self, payload: bytes, environment: RankEnvironment, variables: dict[str, str]) -> Any:
         """Run this rank; return its value on rank 0."""
-        from ray import cloudpickle
-
         os.environ.update(variables)
         prepare_rank(environment)
         folder = environment.log_dir
         with nullcontext() if folder is None else log_copied(Path(folder), rank=environment.rank):
-            enter, run = cloudpickle.loads(payload)
+            enter, run = unpickled(payload)
             enter(environment)
             value = run()
         return value if environment.rank == 0 else None
@@ -96,12 +94,7 @@ def launch_on_ray(
     on_gpus: bool,
 ) -> T:
     """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost."""
-    from ray import cloudpickle
-
-    try:
-        payload: bytes = cloudpickle.dumps((enter, run))
-    except (TypeError, AttributeError, ValueError) as error:
-        raise unpicklable(error) from error
+    payload = pickled((enter, run), main_by_value=True)
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
     with _connected(), _recorded(signals) as received:
         attempt, reached = 0, -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import math
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from trainkit import registry
 from trainkit.callback import Callback
+from trainkit.distributed.pickling import copied
 from trainkit.errors import UserError
 from trainkit.loops.run import Run
 from trainkit.optim.precision import Precision
@@ -126,7 +126,7 @@ class ParityRuns:
 
     def _make_task(self) -> TaskModule:
         seed_everything(int(self._settings.get("seed", 0)))
-        task = copy.deepcopy(self._task) if isinstance(self._task, nn.Module) else self._task()
+        task = copied(self._task) if isinstance(self._task, nn.Module) else self._task()
         if not isinstance(task, TaskModule):
             raise UserError(f"the task is a {type(task).__name__}; subclass trainkit.TaskModule.")
         return task
