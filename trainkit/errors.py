@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
-from traceback import walk_tb
+from traceback import extract_tb, walk_tb
 from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -42,6 +42,22 @@ class RemoteRankError(RuntimeError):
 
     The command line prints the message without a traceback, which the other rank has, and ends with exit code 1.
     """
+
+
+class RankExit(RuntimeError):
+    """Code of the user called `sys.exit` on a rank: the run has failed, and its exit code is 1."""
+
+
+def rank_exit(error: SystemExit, rank: int, step: int | None = None) -> RankExit:
+    """Return the error of a rank that was ended by `sys.exit`, in a step if it is known."""
+    frames = extract_tb(error.__traceback__)
+    line = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    call = f"sys.exit({'' if error.code is None else repr(error.code)})"
+    position = ", ".join(filter(None, ("" if step is None else f"in step {step}", line)))
+    return RankExit(
+        f"rank {rank} called {call} {position}. To end a run on all ranks, call run.request_stop('reason') in a "
+        "callback, or raise an exception."
+    )
 
 
 def raising_module(error: BaseException) -> str:
@@ -100,7 +116,7 @@ def check_monitored(what: str, metric: str, metrics: Iterable[str]) -> None:
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after its state was saved; uncaught, the exit code is 130 (SIGINT) or 143 (SIGTERM)."""
+    """A signal ended the run after its state was saved; uncaught, the exit code is 128 plus its number."""
 
     def __init__(self, signal_name: str, exit_code: int) -> None:
         super().__init__(exit_code)

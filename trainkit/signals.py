@@ -1,20 +1,22 @@
-"""Signals that stop a run: SIGINT, SIGTERM and a scheduler's preemption signal; requeueing of SLURM jobs."""
+"""Signals that stop a run: SIGINT, SIGTERM, SIGHUP and a scheduler's preemption signal; requeueing of SLURM jobs."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import stat
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from trainkit.errors import UserError, nearest
 
 logger = logging.getLogger(__name__)
 
-ALWAYS = (signal.SIGINT, signal.SIGTERM)
+ALWAYS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_CODES = {number.name: 128 + number for number in signal.Signals}
 """Exit code of a program that a signal ended, by the signal's name."""
 
@@ -32,6 +34,24 @@ def preemption_signal_named(name: str | None) -> signal.Signals | None:
     return signal.Signals[name]
 
 
+@contextmanager
+def recorded_signals(signals: Sequence[int]) -> Iterator[list[int]]:
+    """Collect the signals that this process receives; without effect outside the main thread."""
+    received: list[int] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        _note_hangup(number)
+        received.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, record) for number in _not_ignored(signals) if is_main}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class StopSignals:
     """While entered, the first signal only sets `received`; after it, SIGINT interrupts at once.
 
@@ -40,12 +60,12 @@ class StopSignals:
 
     def __init__(self, signals: Sequence[signal.Signals] = ALWAYS) -> None:
         self.received: signal.Signals | None = None
-        self._signals = set(signals)
-        self._before: dict[signal.Signals, object] = {}
+        self._signals = sorted(set(signals))
+        self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in self._signals:
+            for number in _not_ignored(self._signals):
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -55,9 +75,27 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type] # what signal.signal returned
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        _note_hangup(number)
         if self.received is None:
             self.received = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _not_ignored(signals: Sequence[int]) -> list[int]:
+    """Return the signals without SIGHUP where this process ignores it, as one that was started by nohup."""
+    return [n for n in signals if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def _note_hangup(number: int) -> None:
+    """Discard further output after a SIGHUP if its terminal is closed: a print would raise an error before the save."""
+    if number != signal.SIGHUP:
+        return
+    for descriptor in (1, 2):
+        with suppress(OSError):  # it is closed
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), descriptor)
 
 
 def requeue_job() -> None:

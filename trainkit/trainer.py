@@ -224,8 +224,8 @@ class Trainer:
 
         `resume` is a run folder or a checkpoint, or the URL of one; training continues in the same folder with the next
         sample. With `resume="auto"` it resumes the run in `run_dir`, or without a `run_dir` the newest unfinished run
-        of this task below `runs/`, or starts a new run. After a SIGINT or SIGTERM it saves the state and raises
-        Stopped, a SystemExit with code 130 or 143; after another signal, 128 plus its number. A second SIGINT raises
+        of this task below `runs/`, or starts a new run. After a SIGINT, SIGTERM or SIGHUP it saves the state and
+        raises Stopped, a SystemExit with 128 plus the signal's number, as after another signal. A second SIGINT raises
         KeyboardInterrupt at once, after a line in the log about what is not saved.
         """
         place: Path | str | None = None

@@ -212,6 +212,13 @@ def test_a_name_in_a_config_of_the_user_is_trusted(folder, place):
     assert main(["validate", "checkpoint=run", *typed]) == 0
 
 
+def test_a_function_of_hydra_in_a_config_of_the_user_is_not_trusted_with_other_arguments(folder, capsys):
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/mine.yaml").write_text("hook:\n  _target_: hydra.utils.get_method\n  path: math.sqrt\n")
+    _change({"strategy": {**DDP, "comm_hook": {"_target_": "hydra.utils.get_method", "path": "evil.function"}}})
+    assert "strategy.comm_hook._target_: hydra.utils.get_method" in _refused(capsys, "validate", "checkpoint=run")
+
+
 def test_the_configs_and_modules_inside_of_a_run_folder_are_not_the_users(folder, capsys, monkeypatch):
     _change({"task": {"_target_": "evil.Task"}})
     Path("run/conf/recipe").mkdir(parents=True)

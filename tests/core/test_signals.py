@@ -1,4 +1,4 @@
-"""Being asked to stop by SIGINT or SIGTERM."""
+"""Being asked to stop by SIGINT, SIGTERM or SIGHUP."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ class SendAt(Callback):
                 os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_in_mid_epoch_ends_the_run_after_the_step_with_its_exit_code(make_trainer, number, code):
     recorder = Recorder()
     before = signal.getsignal(number)

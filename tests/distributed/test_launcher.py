@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
-from tests.program import Program, wait_until
+from tests.program import Program, is_running, wait_until
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.distributed.failure_store import RankError
@@ -207,7 +207,9 @@ def test_a_value_larger_than_a_pipe_holds_comes_back():
 
 
 def write_pid(folder: str) -> None:
-    (Path(folder) / f"{os.getpid()}").touch()
+    child = subprocess.Popen(["sleep", "600"])  # as a data worker
+    for pid in (os.getpid(), child.pid):
+        (Path(folder) / f"{pid}").touch()
     time.sleep(600)
 
 
@@ -215,13 +217,13 @@ def run_two(folder: str) -> None:
     run_processes([partial(write_pid, folder)] * 2, patience=0.0)
 
 
-def test_no_rank_outlives_a_caller_that_is_killed(tmp_path):
+def test_no_rank_and_no_process_of_a_rank_outlives_a_caller_that_is_killed(tmp_path):
     pids = tmp_path / "pids"
     pids.mkdir()
     with Program(run_two, str(pids)) as caller:
-        wait_until(lambda: len(list(pids.iterdir())) == 2)
+        wait_until(lambda: len(list(pids.iterdir())) == 4)
         os.kill(caller.pid, signal.SIGKILL)
-        wait_until(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()))
+        wait_until(lambda: not any(is_running(int(pid.name)) for pid in pids.iterdir()))
 
 
 class Hanging(TaskModule):

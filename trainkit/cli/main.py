@@ -1,7 +1,7 @@
 """Commands, options, help pages and exit codes of the command line.
 
 Exit codes: 0 success, 1 an exception in the user's code or in trainkit (with a traceback), 2 a user error (a message),
-130 and 143 stopped by SIGINT and SIGTERM.
+129, 130 and 143 stopped by SIGHUP, SIGINT and SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from trainkit import __version__
-from trainkit.errors import RemoteRankError, UserError, nearest
+from trainkit.errors import RankExit, RemoteRankError, UserError, nearest
 from trainkit.run_dir.console import log_to_stderr, printable
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in (sys.argv if argv is None else argv):
             print_traceback()
         return _fail(str(error))
-    except RemoteRankError as error:
+    except (RemoteRankError, RankExit) as error:
         return _fail(str(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)

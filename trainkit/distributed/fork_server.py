@@ -17,8 +17,11 @@ from typing import Any
 
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "trainkit.loops.worker")
 """Modules that the server imports; torch._dynamo is what an optimizer's first step imports."""
-FORK_SERVER_BLOCKS = (signal.SIGINT,)
-"""Signals that the server blocks, so that Ctrl-C does not interrupt its imports; forked processes unblock them."""
+FORK_SERVER_BLOCKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals that stop runs, which the server blocks; forked processes unblock them.
+
+A terminal, or SLURM, sends them to the server too: its end would look like that of all ranks.
+"""
 
 
 def begin_forked_process() -> None:
@@ -44,9 +47,10 @@ def start_fork_server(preload: Sequence[str] = ()) -> Any:
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None:
         server.set_forkserver_preload([*PRELOADED, *preload])
-        resource_tracker.ensure_running()  # which would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
         try:
+            resource_tracker.ensure_running()  # it inherits the mask, and unblocks SIGINT and SIGTERM here
+            signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
             server.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -23,14 +23,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -41,9 +40,9 @@ from trainkit.distributed.fork_server import begin_forked_process, start_fork_se
 from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.distributed.rendezvous import store_at
-from trainkit.errors import Stopped, UserError
+from trainkit.errors import Stopped, UserError, rank_exit
 from trainkit.run_dir.console import log_to_stderr
-from trainkit.signals import ALWAYS
+from trainkit.signals import ALWAYS, recorded_signals
 
 T = TypeVar("T")
 
@@ -113,7 +112,7 @@ def launch_ranks(
     store = store_at("127.0.0.1")
     common = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
     calls = [partial(_run_rank, payload, replace(common, rank=rank)) for rank in range(num_ranks)]
-    with _record(signals) as received:
+    with recorded_signals(signals) as received:
         outcomes = run_processes(calls, patience=GRACE_SECONDS, received=received)
     _raise_first_failure(outcomes, received, name_of)
     value: T = outcomes[0].value
@@ -275,25 +274,6 @@ def _died(rank: int, process: Any) -> Outcome:
     return Outcome(rank, process.pid, failure=f"the process {how}", seconds=time.monotonic(), exit_code=code)
 
 
-@contextmanager
-def _record(signals: Sequence[int]) -> Iterator[list[int]]:
-    """Collect the signals that this process receives; without effect outside the main thread."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def record(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, record) for number in signals}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], name_of: Callable[[int], str]) -> None:
     failures = sorted(
         (o for o in outcomes if o.failure is not None),
@@ -347,6 +327,8 @@ def _run_process(
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt this process's end
         content = pickle.dumps(Outcome(rank, os.getpid(), value, seconds=time.monotonic()))
     except BaseException as error:
+        if isinstance(error, SystemExit) and not isinstance(error, Stopped):
+            error = rank_exit(error, rank).with_traceback(error.__traceback__)
         with suppress(BrokenPipeError):  # the caller is gone
             answer.send_bytes(_pickled_failure(rank, error))
         sys.stdout.flush()

@@ -14,13 +14,11 @@ import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it at run time
@@ -38,6 +36,7 @@ from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
 from trainkit.run_dir.resume_auto import latest_complete
+from trainkit.signals import recorded_signals
 
 T = TypeVar("T")
 
@@ -96,7 +95,7 @@ def launch_on_ray(
     """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost."""
     payload = pickled((enter, run), main_by_value=True)
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
-    with _connected(), _recorded(signals) as received:
+    with _connected(), recorded_signals(signals) as received:
         attempt, reached = 0, -1
         while True:
             with _placed(bundle, num_ranks, at_least=1 if attempt else num_ranks) as ranks:
@@ -247,23 +246,6 @@ def _room(bundle: dict[str, float]) -> int:
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return sum(int(min(has.get(name, 0.0) // amount for name, amount in bundle.items())) for has in nodes)
-
-
-@contextmanager
-def _recorded(signals: Sequence[int]) -> Iterator[list[int]]:
-    """Record the signals that the caller receives."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in signals if is_main}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _variables(rank: int, world_size: int, job: str) -> dict[str, str]:

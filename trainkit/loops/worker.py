@@ -21,7 +21,7 @@ from trainkit.checkpoint.files import reason
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
 from trainkit.duration import total_steps
-from trainkit.errors import Stopped, UserError
+from trainkit.errors import Stopped, UserError, rank_exit
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
@@ -79,7 +79,7 @@ def fit_on_rank(
         try:
             # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
             reported = compilation_reported(run.run_dir if run.is_main else None)
-            with nullcontext() if config.compile is None else reported:
+            with nullcontext() if config.compile is None else reported, _exits_named(run):
                 loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
                 seconds, samples = run.state.own_seconds, run.state.samples
                 loop.run()
@@ -108,11 +108,23 @@ def evaluate_on_rank(
             payload = load_from(checkpoint, strategy.comm).payload
             run.checkpointer.load_weights(payload, where=str(checkpoint), to_evaluate=True)
         loop = evaluation_loop(run, stage, limit=config.limits[stage])
-        outcome = loop.predict() if stage == "predict" else loop.run()
+        with _exits_named(run):
+            outcome = loop.predict() if stage == "predict" else loop.run()
         if run.sync_stop_signal() and run.stopped_by is not None:
             raise Stopped(run.stopped_by.name, EXIT_CODES[run.stopped_by.name])
         run.emit("on_evaluation_end", stage, {} if stage == "predict" else outcome)
         return outcome
+
+
+@contextmanager
+def _exits_named(run: Run) -> Iterator[None]:
+    """Raise RankExit for a `sys.exit` in the block, whose exit code might say that the run has finished."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except SystemExit as error:
+        raise rank_exit(error, run.strategy.comm.process, run.state.step) from error
 
 
 @contextmanager
