@@ -32,7 +32,8 @@ def test_the_server_is_started_without_torch_and_ends_with_its_caller_during_its
 
 PRELOADED = """
 import os, signal
-os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C in a terminal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as from a terminal or SLURM
+    os.kill(os.getpid(), number)
 """
 LAUNCHED = """
 from trainkit.distributed.fork_server import start_fork_server
@@ -45,7 +46,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_an_interrupt_during_the_imports_of_the_server_reaches_its_caller_alone(tmp_path):
+def test_signals_during_the_imports_of_the_server_reach_its_caller_alone(tmp_path):
     (tmp_path / "interrupts.py").write_text(PRELOADED)
     (tmp_path / "launches.py").write_text(LAUNCHED)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

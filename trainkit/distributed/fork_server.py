@@ -18,9 +18,9 @@ from typing import Any
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "trainkit.loops.worker")
 """Modules that the server imports; torch._dynamo is what an optimizer's first step imports."""
 FORK_SERVER_BLOCKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""Signals that stop runs, which the server blocks; forked processes unblock them.
+"""Signals that stop runs: the server, which gets them from a terminal or SLURM too, blocks them.
 
-A terminal, or SLURM, sends them to the server too: its end would look like that of all ranks.
+They would end its imports, and with it the exit codes of ranks. Forked processes unblock them.
 """
 
 
