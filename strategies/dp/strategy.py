@@ -107,8 +107,12 @@ class ReplicaBatchPlan(BatchPlan):
 
     num_devices: int = 1
 
+    @property
+    def num_backwards(self) -> int:
+        return -(-self.micro_batches // self.num_devices)
+
     def __str__(self) -> str:
-        rounds = -(-self.micro_batches // self.num_devices)
+        rounds = self.num_backwards
         return (
             f"global batch {self.batch_size} = {self.world_size} rank x {rounds} round{'s' * (rounds > 1)} x "
             f"{self.num_devices} devices x {self.micro_batch_size} samples"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from tests.seams.training import BOUND, Layers, batches, difference, samples, trained
-from trainkit import Data
+from trainkit import Data, Trainer
 from trainkit.distributed.pickling import copied, pickled, unpickled
 from trainkit.errors import UserError
 from trainkit.parity.compare import assert_strategies_equal
@@ -113,6 +113,63 @@ def halve(parameter):
 def test_a_copy_has_post_accumulate_hooks_which_single_runs():
     task = copied(Post())
     assert difference(trained("dp", task), plain_loop(Post())) < BOUND
+
+
+class Clamped(Layers):
+    def finish(self):
+        self.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class StepsInBackward(Layers):
+    """Updates a parameter as soon as it has a gradient, as PyTorch's tutorial does."""
+
+    def finish(self):
+        self.a.weight.register_post_accumulate_grad_hook(update)
+
+
+def update(parameter):
+    with torch.no_grad():
+        parameter.sub_(0.1 * parameter.grad)
+    parameter.grad = None
+
+
+class Largest(Layers):
+    def finish(self):
+        self.a.weight.register_hook(lambda gradient: gradient * (gradient.abs() > gradient.abs().median()))
+
+
+class CountsCalls(Layers):
+    """A factor that becomes smaller with each call."""
+
+    def finish(self):
+        self.factor = 1.0
+        self.a.weight.register_hook(self.smaller)
+
+    def smaller(self, gradient):
+        self.factor *= 0.9
+        return gradient * self.factor
+
+
+@pytest.mark.parametrize("task", (Clamped, StepsInBackward, Largest))
+@pytest.mark.parametrize("strategy", ("single", "ddp", "fsdp", "pipeline"))
+def test_a_hook_whose_result_depends_on_the_split_of_a_step_is_refused_by_name(strategy, task):
+    with pytest.raises(UserError, match=r"on the gradient of '[ab]\.weight' is called for parts .*max_grad_value"):
+        trained(strategy, task())
+
+
+@pytest.mark.parametrize("task", (Clamped, StepsInBackward, Largest, CountsCalls))
+def test_one_backward_on_one_rank_has_any_hook(task):
+    trained_task = task()
+    trainer = Trainer(max_duration="1epoch", callbacks=[], loggers=[], num_sanity_batches=0)
+    trainer.fit(trained_task, Data(train=samples(), batch_size=8, shuffle=False))
+    assert difference(trained_task.state_dict(), plain_loop(task())) < BOUND
+    assert difference(trained("dp", task()), plain_loop(task())) < BOUND
+
+
+def test_a_hook_that_counts_its_calls_works_with_one_micro_batch_on_each_rank():
+    assert difference(trained("ddp", CountsCalls()), plain_loop(CountsCalls())) < BOUND
+    with pytest.raises(UserError, match=r"1 ranks, 2 backward passes of each"):
+        trained("single", CountsCalls())
 
 
 # ---- Aliases

@@ -45,6 +45,11 @@ class BatchPlan:
     micro_batches: int
     micro_batch_size: int
 
+    @property
+    def num_backwards(self) -> int:
+        """Backward passes of a rank in a step."""
+        return self.micro_batches
+
     def __str__(self) -> str:
         return (
             f"global batch {self.batch_size} = {self.world_size} rank{'s' * (self.world_size > 1)} x "

@@ -14,7 +14,7 @@ import io
 import pickle
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.nn.utils import parametrize
 from torch.storage import TypedStorage
+from torch.utils.hooks import unserializable_hook
 
 from trainkit.errors import UserError
 
@@ -64,15 +65,17 @@ def unpickled(content: bytes) -> Any:
     return call
 
 
-def copied(module: T) -> T:
-    """Return a copy of a module, with all hooks; classes, and functions without variables of others, are shared."""
+def copied(module: T, *, shared: Collection[int] = ()) -> T:
+    """Return a copy of a module, with all hooks.
+
+    Classes, functions without variables of others, and the tensors whose ids are in `shared` are not copied.
+    """
     file = io.BytesIO()
-    pickler = _Copier(file)
+    pickler = _Copier(file, frozenset(shared))
     pickler.dump(module)
-    unpickler = _CopyUnpickler(io.BytesIO(file.getvalue()), pickler.shared)
-    copy: T = unpickler.load()
-    for root in pickler.roots[:1]:
-        _check_outline(copy, _outline(root))
+    copy: T = _CopyUnpickler(io.BytesIO(file.getvalue()), pickler.shared).load()
+    if isinstance(module, nn.Module) and not shared:
+        _check_outline(copy, _outline(module))
     return copy
 
 
@@ -142,15 +145,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
 
 class _Copier(_Pickler):
-    """A pickler for this process: classes, and functions without variables of others, are `shared` with the copy."""
+    """A pickler for this process; `shared` has what is not copied."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, tensors: frozenset[int]) -> None:
         super().__init__(file)
         self.shared: list[Any] = []
+        self._tensors = tensors
 
     def persistent_id(self, value: Any) -> int | None:
         """Return the index of a value in `shared`; None for what is copied."""
-        if isinstance(value, type) or (isinstance(value, FunctionType) and value.__closure__ is None):
+        is_plain = isinstance(value, FunctionType) and value.__closure__ is None
+        if is_plain or isinstance(value, type) or id(value) in self._tensors:
             self.shared.append(value)
             return len(self.shared) - 1
         return None
@@ -251,6 +256,7 @@ def _result(value: Tensor, operation: str) -> Tensor:
             f"Compute it in the step, {_REMEDY}."
         )
 
+    unserializable_hook(refuse)  # or torch warns where the tensor is copied once more
     value.requires_grad_().register_hook(refuse)
     return value
 

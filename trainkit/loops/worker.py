@@ -187,6 +187,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
             seed_everything(config.seed + run.strategy.comm.rank)
     validation = _prepare_data(run, config)
+    _check_hooks(run)
     _prepare_task(run, config)
     run.validates = validation is not None
     _prepare_optimizers(run, config)
@@ -285,6 +286,18 @@ def _prepare_data(run: Run, config: FitConfig) -> EvaluationLoop | None:
         config.max_duration, steps_of_epoch=loader.num_steps, items_of_epoch=length, batch_size=size
     )
     return validation
+
+
+def _check_hooks(run: Run) -> None:
+    """Raise UserError for a hook on a gradient that does not allow this split of a step."""
+    # Private, as torch lists hooks nowhere else. The strategy adds its own later.
+    if any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in run.task.parameters()):
+        from trainkit.optim.gradient_hooks import check_gradient_hooks
+
+        plan, strategy = run.plan, run.strategy
+        num_ranks = strategy.comm.world_size if plan is None else plan.world_size
+        num_backwards = 1 if plan is None else max(plan.num_backwards, 2 if strategy.auto_micro_batch else 1)
+        check_gradient_hooks(run.task, num_ranks=num_ranks, num_backwards=num_backwards)
 
 
 def _prepare_task(run: Run, config: FitConfig) -> None:
