@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -490,7 +490,8 @@ class PipelineStrategy(MultiProcessStrategy):
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
         actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
-        verification = self._verification(task, executor, step, batches, read_loss)
+        with self.state.absent.readable():
+            verification = self._verification(task, executor, step, batches, read_loss)
         check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
         with nullcontext() if verification is None else verification.recorded():
             around = gradients.reduce_around(actions[self.mesh.stage])
@@ -571,7 +572,8 @@ class PipelineStrategy(MultiProcessStrategy):
             if model.placement is None:
                 self._partition_by(task, {key: TrainingStep(step)}, batch, 1, all_replicas=False)
             else:
-                model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
+                with self.state.absent.readable():
+                    model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
         executor = model.steps[key]
         return executor, self.runtime.forward(executor, step, batch)
 
@@ -584,6 +586,14 @@ class PipelineStrategy(MultiProcessStrategy):
         if self._evaluates_whole:
             return to_device(batch, torch.device("cpu"), dtype=self.precision.batch_type)
         return super()._move_for_evaluation(batch)
+
+    # ---- Outside of the step
+
+    @contextmanager
+    def whole_task(self, task: TaskModule) -> Iterator[TaskModule]:
+        """Give every rank all values of the task in the block, and then those that rank 0 has left. Collective."""
+        with self.state.whole(task, self.device, self.mesh):
+            yield task
 
     # ---- State, whole and under the names of the bare task; every method is collective except `local_state`
 
@@ -599,7 +609,10 @@ class PipelineStrategy(MultiProcessStrategy):
         return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
-        return self.state.gather_task(task) if self.comm.rank == 0 else task.state_dict()
+        if self.comm.rank == 0:
+            return self.state.gather_task(task)
+        with self.state.absent.readable():
+            return task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         self.state.load_task(task, saved)
