@@ -7,11 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainkit.distributed.collectives import broadcast
-from trainkit.errors import UserError
-from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 
 from .mesh import PipelineMesh
@@ -70,13 +67,3 @@ def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
         owners[name] = filled.index(min(filled))
         filled[owners[name]] += size
     return owners
-
-
-def check_divisible(optimizer: Optimizer) -> None:
-    """Raise UserError for an optimizer whose update of a parameter may depend on other parameters."""
-    refused = next((one for one in members(optimizer) if not type(one).__module__.startswith("torch.optim.")), None)
-    if refused is not None:
-        raise UserError(
-            f"shard_optimizer=true gives each replica some of the parameters, and {type(refused).__name__} may need "
-            "those of others; use an optimizer of torch.optim, or set strategy.shard_optimizer=false."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,7 @@ from trainkit.metrics.step_output import StepOutput, read_evaluation_output, rea
 from trainkit.model.deferred_init import is_deferred, make_real
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
+from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
 from trainkit.task import TaskModule, has_phases
@@ -38,7 +39,7 @@ from .gradients import StageGradients
 from .graph import Step
 from .memory import TrainingMemory
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh, Placing
-from .optimizer_shards import OptimizerShards, check_divisible
+from .optimizer_shards import OptimizerShards
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
@@ -171,6 +172,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
+        self._tried_hooks: dict[str, list[Callable[..., Any]]] = {}  # of optimizers' steps, by phase
         self._phase = ""
         self._to_verify: dict[str, int] = {}  # by step key: the number of steps that are still to be verified
         self._begun: Iterator[StepBatch] | None = None  # training's batches; the first one has been traced
@@ -206,6 +208,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self.staged_model.clear()
         self.state = PipelineState()
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
+        self._tried_hooks = {}
 
     def place_ranks(self, task: TaskModule, source: StageData, saved: Mapping[str, Any]) -> bool:
         """Place ranks as in the `saved` state of a resumed run, or so that a step sends fewer bytes between hosts.
@@ -299,10 +302,22 @@ class PipelineStrategy(MultiProcessStrategy):
                 f"phase '{phase_optimizer.phase}'. Define {step_name}(self, batch), which returns the loss, or type "
                 "strategy=ddp."
             )
-        if self.shard_optimizer:
-            check_divisible(phase_optimizer.optimizer)
+        self._check_separable(phase_optimizer)
         phase_optimizer.max_over_ranks = self.mesh.max_over_stages
         self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
+
+    def _check_separable(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if the optimizer or its present hooks use several parameters together, which ranks divide."""
+        hooks = step_hooks(phase_optimizer.optimizer)
+        if self.comm.num_processes == 1 or self._tried_hooks.get(phase_optimizer.phase) == hooks:
+            return
+        self._tried_hooks[phase_optimizer.phase] = hooks
+        culprit = coupled_by(phase_optimizer.optimizer)
+        if culprit is not None:
+            raise UserError(
+                f"{culprit} may use several parameters or gradients together, and strategy=pipeline leaves each rank "
+                "some of them. To clip gradients type trainer.max_grad_norm=1.0; otherwise set strategy=ddp."
+            )
 
     def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
         """Trace training's first micro-batch, partition the task, and keep the local part of it. Collective."""
@@ -529,6 +544,7 @@ class PipelineStrategy(MultiProcessStrategy):
         return verification
 
     def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
+        self._check_separable(phase_optimizer)
         if self.state.optimizer_shards is None:
             super()._update(phase_optimizer, norm)
         else:
