@@ -35,25 +35,44 @@ class StageGradients:
         failure_store: FailureStore | None,
         phase: dict[str, nn.Parameter] | None = None,
     ):
+        self._mesh, self._failure_store = mesh, failure_store
         named = dict(task.named_parameters()) if phase is None else phase
-        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        used = [(name, parameter) for name, parameter in trained.items() if name in placement.used]
-        mine = [(name, parameter) for name, parameter in used if placement.is_held(name, mesh.stage)]
+        used = {name: parameter for name, parameter in named.items() if name in placement.used}
+        self._held = {name: parameter for name, parameter in used.items() if placement.is_held(name, mesh.stage)}
         self._counted = [parameter for name, parameter in named.items() if placement.counted(name, mesh.stage)]
         # The same on all stages, also those without gradients, so that they judge a norm equally.
         is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
         self._norm_type = torch.float64 if is_wide else torch.float32
         shared = placement.shared_by()
         groups = mesh.holder_groups(shared)
-        self._shared = [
-            (groups[stages], [trained[name] for name in names if name in trained])
-            for stages, names in shared.items()
-            if mesh.stage in stages
-        ]
+        self._shared_names = [(groups[stages], names) for stages, names in shared.items() if mesh.stage in stages]
         self._reducer: Reducer | None = None
-        if mesh.replicas > 1 and mine:
+        self._is_trained: list[bool] | None = None  # of each held parameter
+        self.follow_trained()
+
+    def follow_trained(self) -> bool:
+        """Reduce the gradients of what is trained now; return True if that has changed. Collective over replicas.
+
+        Only what this stage holds is looked at: its replicas and the other holders have the same.
+        """
+        is_trained = [parameter.requires_grad for parameter in self._held.values()]
+        if is_trained == self._is_trained:
+            return False
+        self._is_trained = is_trained
+        trained = {name: parameter for name, parameter in self._held.items() if parameter.requires_grad}
+        self._shared = [
+            (group, [trained[name] for name in names if name in trained]) for group, names in self._shared_names
+        ]
+        self.close()
+        mesh = self._mesh
+        self._reducer = None
+        if mesh.replicas > 1 and trained:
             settings = ReducerSettings(average=False, timeout_seconds=mesh.timeout.total_seconds())
-            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, failure_store=failure_store)
+            mine = list(trained.items())
+            self._reducer = Reducer(
+                mine, group=mesh.replica_group, settings=settings, failure_store=self._failure_store
+            )
+        return True
 
     def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
         """Return the context of each action: backwards accumulate, and the last one reduces over replicas."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.distributed.collectives import broadcast
+from trainkit.errors import UserError
 from trainkit.optim.optimizer import PhaseOptimizer
 
 from .mesh import PipelineMesh
@@ -39,8 +40,15 @@ class OptimizerShards:
     def update(self, phase_optimizer: PhaseOptimizer, *, norm: Tensor | None) -> None:
         """Step the optimizer for this replica's parameters, and exchange them. Collective over replicas."""
         owned: list[list[nn.Parameter]] = [[] for _ in range(self.mesh.replicas)]
-        for parameter in phase_optimizer.parameters:
+        groups = phase_optimizer.optimizer.param_groups
+        for parameter in (parameter for group in groups for parameter in group["params"]):
             owner = self._owner_of.get(id(parameter))
+            if owner is None and parameter.grad is not None:
+                raise UserError(
+                    f"a parameter of shape {tuple(parameter.shape)} came into the optimizer during the run, and "
+                    "shard_optimizer=true divided the optimizer before. Give it to the optimizer in "
+                    "configure_optimizers, or type strategy.shard_optimizer=false."
+                )
             if owner is None:
                 continue  # of another stage
             owned[owner].append(parameter)

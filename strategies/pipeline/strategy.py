@@ -504,6 +504,8 @@ class PipelineStrategy(MultiProcessStrategy):
 
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
+        if gradients.follow_trained() and not self._phase:
+            self._all_trained = self._trained = [each for each in task.parameters() if each.requires_grad]
         actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
         with self.state.absent.readable():
             verification = self._verification(task, executor, step, batches, read_loss)
