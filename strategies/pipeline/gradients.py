@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.distributed.failure_store import FailureStore
+from trainkit.errors import UserError
 
 from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
@@ -103,6 +104,7 @@ class StageGradients:
         A parameter without a gradient on any stage keeps none, as in one process.
         """
         for group, parameters in self._shared:
+            self._check_hooks(parameters)
             on_host = "cpu" in dist.get_backend_config(group)
             found = torch.tensor(
                 [parameter.grad is not None for parameter in parameters],
@@ -115,6 +117,17 @@ class StageGradients:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, group=group)
+
+    def _check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise UserError for a parameter with hooks: each stage would call them with its part of the gradient."""
+        of_reducer = 0 if self._reducer is None else 1
+        for parameter in parameters:
+            if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > of_reducer:
+                name = next(name for name, held in self._held.items() if held is parameter)
+                raise UserError(
+                    f"the parameter {name} has hooks, and strategy=pipeline has copies of it in several stages, each "
+                    "with a part of the gradient. Type strategy.shared_parameters=same_stage, or strategy=ddp."
+                )
 
     def norm(self, mesh: PipelineMesh, device: torch.device) -> Tensor:
         """Return the 2-norm of all stages' gradients; shared parameters count once. Collective."""
