@@ -92,7 +92,9 @@ def _absent(original: type[Tensor]) -> type[Tensor]:
         "__module__": original.__module__,
         "__doc__": original.__doc__,
     }
-    return type(original)(original.__name__, (original,), namespace)
+    metaclass: Any = type(original)
+    absent: type[Tensor] = metaclass(original.__name__, (original,), namespace)
+    return absent
 
 
 def _refusal(tensor: Tensor) -> UserError:
