@@ -36,6 +36,8 @@ class AbsentTensors:
 
     def __init__(self) -> None:
         self._classes: dict[int, tuple[Tensor, type[Tensor]]] = {}  # by identity
+        self._left: dict[str, Tensor] = {}
+        """What the last step has left in attributes of other stages: placeholders, or values of an earlier step."""
 
     def add(self, places: Mapping[str, str], named: Mapping[str, Tensor]) -> None:
         """Make the named tensors absent; `places` tells where each of them is."""
@@ -45,10 +47,23 @@ class AbsentTensors:
                 setattr(tensor, _PLACE, f"run.task.{name} is on {places[name]}")
         self._mark()
 
+    def hide(self, place: str, name: str, tensor: Tensor) -> Tensor:
+        """Return an absent tensor for one that the step has left; that of an earlier step is forgotten."""
+        last = self._left.get(name)
+        if tensor is last:
+            return tensor
+        if last is not None:
+            del self._classes[id(last)]
+        if id(tensor) not in self._classes:  # a new object, as the step has others of its placeholders
+            tensor = self._left[name] = tensor.detach()
+            self.add({name: place}, {name: tensor})
+        return tensor
+
     def clear(self) -> None:
         """Make all of them ordinary tensors."""
         self._unmark()
         self._classes.clear()
+        self._left.clear()
 
     @contextmanager
     def readable(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,8 @@ class PipelineState:
         self._stage = 0
         self.absent = AbsentTensors()
         """The parameters and buffers of other stages."""
+        self._places: dict[str, str] = {}  # of parameters, buffers and attributes, in words
+        self._assigned: dict[str, tuple[Table, str]] = {}  # those of other stages that steps assign
         self.optimizer_shards: OptimizerShards | None = None
         # Before the first step, as a step may make two buffers one.
         self._names: dict[str, str] = {}  # the first name of each key of the state dict
@@ -54,10 +56,11 @@ class PipelineState:
         group: dist.ProcessGroup,
         device: torch.device,
         optimizer_shards: OptimizerShards | None,
+        replaced: Iterable[str],
     ) -> None:
         """Keep the local part of the task and its optimizers on the device, and drop the rest. Collective.
 
-        Parameters on the meta device are created here.
+        Parameters on the meta device are created here. `replaced` are the attributes and buffers that steps assign.
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
         self.optimizer_shards = optimizer_shards
@@ -75,10 +78,21 @@ class PipelineState:
         for optimizer, saved in self._waiting_optimizers:
             self.load_optimizer(task, optimizer, saved)
         self._waiting_task, self._waiting_optimizers = None, []
+        self._places = {
+            name: f"stage {ranks[0]}, and this is stage {self._stage}" for name, ranks in placement.holders.items()
+        }
         self.absent.add(
-            {name: f"stage {ranks[0]}, and this is stage {self._stage}" for name, ranks in placement.holders.items()},
-            {name: tensor for name, tensor in named_state(task).items() if not self._is_held(name)},
+            self._places, {name: tensor for name, tensor in named_state(task).items() if not self._is_held(name)}
         )
+        self._assigned = {
+            name: place_of(task, name) for name in replaced if name in self._places and not self._is_held(name)
+        }
+
+    def hide_assigned(self) -> None:
+        """Make absent what a step has left on this stage in attributes and buffers of other stages."""
+        for name, (table, key) in self._assigned.items():
+            if isinstance(table.get(key), Tensor):
+                table[key] = self.absent.hide(self._places[name], name, table[key])
 
     def _is_held(self, name: str) -> bool:
         assert self._placement is not None

@@ -417,6 +417,7 @@ class PipelineStrategy(MultiProcessStrategy):
             group=mesh.stage_group,
             device=device,
             optimizer_shards=optimizer_shards,
+            replaced=self.staged_model.replaced,
         )
         mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(
@@ -515,6 +516,7 @@ class PipelineStrategy(MultiProcessStrategy):
             self.runtime.train(executor, step, batches, actions=actions, read_loss=read_loss, around=around)
         if check is not None:
             check.finish()
+        self.state.hide_assigned()
         if not actions[self.mesh.stage]:
             gradients.reduce_zeros()
         ordered = [outputs[index] for index in sorted(outputs)]
@@ -593,7 +595,9 @@ class PipelineStrategy(MultiProcessStrategy):
                 with self.state.absent.readable():
                     model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
         executor = model.steps[key]
-        return executor, self.runtime.forward(executor, step, batch)
+        returned = self.runtime.forward(executor, step, batch)
+        self.state.hide_assigned()
+        return executor, returned
 
     @property
     def _evaluates_whole(self) -> bool:

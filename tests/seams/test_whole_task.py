@@ -227,6 +227,37 @@ def test_names_shapes_and_types_of_all_stages_are_there(tmp_path, monkeypatch):
     assert difference(trained("pipeline", Layers(), AsksForMetadata()), reference) < BOUND
 
 
+class KeepsLoss(Layers):
+    """A task whose step leaves a tensor of the last stage in an attribute, and one in a buffer."""
+
+    def build(self):
+        self.last_loss = torch.zeros(())
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.last_loss = loss.detach()
+        self.average = self.average * 0.5 + loss.detach()
+        return loss
+
+
+class ReadsAttributes(Callback):
+    """Reads on the first stage what the last one has left, in the context and outside of it."""
+
+    def on_step_end(self, run):
+        if run.is_main:
+            for name in ("last_loss", "average"):
+                with pytest.raises(UserError, match=rf"run\.task\.{name} is on stage 1"):
+                    getattr(run.task, name).item()
+        with run.whole_task() as task:
+            assert task.last_loss.item() > 0 and task.average.item() > 0
+
+
+def test_attributes_that_another_stage_assigns_are_read_in_the_whole_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert trained("pipeline", KeepsLoss(), ReadsAttributes())["average"] > 0
+
+
 class Replaces(Callback):
     """Replaces a parameter in the whole task."""
 
