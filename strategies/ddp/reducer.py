@@ -113,6 +113,7 @@ class Reducer:
 
         An exception closes the session; if buckets had been launched, it is published to the other ranks.
         """
+        self._follow_hooks()
         self.start()
         try:
             yield
@@ -254,6 +255,16 @@ class Reducer:
 
     def _register_hooks(self) -> list[RemovableHandle]:
         return [entry.parameter.register_post_accumulate_grad_hook(self._make_hook(entry)) for entry in self.entries]
+
+    def _follow_hooks(self) -> None:
+        """Register the hooks again behind any that came later: what is reduced is the gradient that all others left."""
+        for entry, handle in zip(self.entries, self._handles, strict=True):
+            hooks = entry.parameter._post_accumulate_grad_hooks  # torch has no public way to see them
+            if next(reversed(hooks)) != handle.id:
+                for each in self._handles:
+                    each.remove()
+                self._handles = self._register_hooks()
+                return
 
     def _make_hook(self, entry: GradientEntry) -> Callable[[Tensor], None]:
         # One closure for each parameter, without calls on its usual path: it runs for each in every backward.

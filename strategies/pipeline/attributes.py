@@ -208,6 +208,8 @@ class AttributeWatch:
         self.accesses: dict[str, Access] = {}
         self.iterators: dict[str, None] = {}
         """The attributes among them that are iterators."""
+        self.drawing: set[str] = set()
+        """The modules that read a random generator of their own, outside of leaf modules."""
         self._outlines: dict[str, tuple[Any, Any]] = {}  # of containers, where the present leaf module first reads them
         self._where = where
         self._modules = [module for module in task.modules() if not isinstance(module, torch.jit.ScriptModule)]
@@ -239,6 +241,8 @@ class AttributeWatch:
         name = full_name(self._names[id(module)], key)
         if hasattr(type(value), "__next__"):
             self.iterators[name] = None
+        elif hasattr(type(value), "random") and not self._where()[1]:  # of Python or numpy, which a trace cannot follow
+            self.drawing.add(self._names[id(module)])
         elif isinstance(value, (list, dict, set, deque)) and self._where()[1] and name not in self._outlines:
             self._outlines[name] = value, outline(value)
 

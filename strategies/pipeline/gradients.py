@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.distributed.failure_store import FailureStore
+from trainkit.errors import UserError
 
 from ..ddp.grad_norm import total_norm
 from ..ddp.reducer import Reducer, ReducerSettings
@@ -35,25 +36,44 @@ class StageGradients:
         failure_store: FailureStore | None,
         phase: dict[str, nn.Parameter] | None = None,
     ):
+        self._mesh, self._failure_store = mesh, failure_store
         named = dict(task.named_parameters()) if phase is None else phase
-        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        used = [(name, parameter) for name, parameter in trained.items() if name in placement.used]
-        mine = [(name, parameter) for name, parameter in used if placement.is_held(name, mesh.stage)]
+        used = {name: parameter for name, parameter in named.items() if name in placement.used}
+        self._held = {name: parameter for name, parameter in used.items() if placement.is_held(name, mesh.stage)}
         self._counted = [parameter for name, parameter in named.items() if placement.counted(name, mesh.stage)]
         # The same on all stages, also those without gradients, so that they judge a norm equally.
         is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
         self._norm_type = torch.float64 if is_wide else torch.float32
         shared = placement.shared_by()
         groups = mesh.holder_groups(shared)
-        self._shared = [
-            (groups[stages], [trained[name] for name in names if name in trained])
-            for stages, names in shared.items()
-            if mesh.stage in stages
-        ]
+        self._shared_names = [(groups[stages], names) for stages, names in shared.items() if mesh.stage in stages]
         self._reducer: Reducer | None = None
-        if mesh.replicas > 1 and mine:
+        self._is_trained: list[bool] | None = None  # of each held parameter
+        self.follow_trained()
+
+    def follow_trained(self) -> bool:
+        """Reduce the gradients of what is trained now; return True if that has changed. Collective over replicas.
+
+        Only what this stage holds is looked at: its replicas and the other holders have the same.
+        """
+        is_trained = [parameter.requires_grad for parameter in self._held.values()]
+        if is_trained == self._is_trained:
+            return False
+        self._is_trained = is_trained
+        trained = {name: parameter for name, parameter in self._held.items() if parameter.requires_grad}
+        self._shared = [
+            (group, [trained[name] for name in names if name in trained]) for group, names in self._shared_names
+        ]
+        self.close()
+        mesh = self._mesh
+        self._reducer = None
+        if mesh.replicas > 1 and trained:
             settings = ReducerSettings(average=False, timeout_seconds=mesh.timeout.total_seconds())
-            self._reducer = Reducer(mine, group=mesh.replica_group, settings=settings, failure_store=failure_store)
+            mine = list(trained.items())
+            self._reducer = Reducer(
+                mine, group=mesh.replica_group, settings=settings, failure_store=self._failure_store
+            )
+        return True
 
     def reduce_around(self, actions: Sequence[Action]) -> Callable[[int], AbstractContextManager[Any]] | None:
         """Return the context of each action: backwards accumulate, and the last one reduces over replicas."""
@@ -84,6 +104,7 @@ class StageGradients:
         A parameter without a gradient on any stage keeps none, as in one process.
         """
         for group, parameters in self._shared:
+            self._check_hooks(parameters)
             on_host = "cpu" in dist.get_backend_config(group)
             found = torch.tensor(
                 [parameter.grad is not None for parameter in parameters],
@@ -96,6 +117,17 @@ class StageGradients:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, group=group)
+
+    def _check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise UserError for a parameter with hooks: each stage would call them with its part of the gradient."""
+        of_reducer = 0 if self._reducer is None else 1
+        for parameter in parameters:
+            if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > of_reducer:
+                name = next(name for name, held in self._held.items() if held is parameter)
+                raise UserError(
+                    f"the parameter {name} has hooks, and strategy=pipeline has copies of it in several stages, each "
+                    "with a part of the gradient. Type strategy.shared_parameters=same_stage, or strategy=ddp."
+                )
 
     def norm(self, mesh: PipelineMesh, device: torch.device) -> Tensor:
         """Return the 2-norm of all stages' gradients; shared parameters count once. Collective."""

@@ -230,6 +230,8 @@ class FlopCounter(TorchDispatchMode):
         TorchDispatchMode.__init__(self)  # mypy takes `super().__init__` for an untyped call of ours
         self.total = NodeCost()
         self.num_draws = 0
+        self.num_shaped = 0
+        """The number of calls whose results have a shape that depends on elements, as that of `nonzero`."""
         self.after_operation: Callable[[Any, Any, Any], None] | None = None
         """Called with every operation, its arguments and its result."""
         self.before_write: Callable[[Tensor], object] | None = None
@@ -253,6 +255,7 @@ class FlopCounter(TorchDispatchMode):
             self.total.moved_bytes += sum(num_bytes(tensor) for tensor in tensors(result))
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs or {}):
             self.num_draws += 1
+        self.num_shaped += _is_shaped_by_elements(func, args)
         return result
 
 
@@ -270,6 +273,13 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or (is_training and argument.name in _STATISTICS):
             yield from tensors(given.get(argument.name))
+
+
+def _is_shaped_by_elements(func: Any, args: tuple[Any, ...]) -> bool:
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    masks = (torch.bool, torch.uint8)  # of an index with other indices the shape is known
+    return func is not torch.ops.aten.index.Tensor or any(index.dtype in masks for index in tensors(args[1]))
 
 
 def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -7,11 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainkit.distributed.collectives import broadcast
 from trainkit.errors import UserError
-from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 
 from .mesh import PipelineMesh
@@ -42,8 +40,15 @@ class OptimizerShards:
     def update(self, phase_optimizer: PhaseOptimizer, *, norm: Tensor | None) -> None:
         """Step the optimizer for this replica's parameters, and exchange them. Collective over replicas."""
         owned: list[list[nn.Parameter]] = [[] for _ in range(self.mesh.replicas)]
-        for parameter in phase_optimizer.parameters:
+        groups = phase_optimizer.optimizer.param_groups
+        for parameter in (parameter for group in groups for parameter in group["params"]):
             owner = self._owner_of.get(id(parameter))
+            if owner is None and parameter.grad is not None:
+                raise UserError(
+                    f"a parameter of shape {tuple(parameter.shape)} came into the optimizer during the run, and "
+                    "shard_optimizer=true divided the optimizer before. Give it to the optimizer in "
+                    "configure_optimizers, or type strategy.shard_optimizer=false."
+                )
             if owner is None:
                 continue  # of another stage
             owned[owner].append(parameter)
@@ -70,13 +75,3 @@ def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
         owners[name] = filled.index(min(filled))
         filled[owners[name]] += size
     return owners
-
-
-def check_divisible(optimizer: Optimizer) -> None:
-    """Raise UserError for an optimizer whose update of a parameter may depend on other parameters."""
-    refused = next((one for one in members(optimizer) if not type(one).__module__.startswith("torch.optim.")), None)
-    if refused is not None:
-        raise UserError(
-            f"shard_optimizer=true gives each replica some of the parameters, and {type(refused).__name__} may need "
-            "those of others; use an optimizer of torch.optim, or set strategy.shard_optimizer=false."
-        )

@@ -183,6 +183,7 @@ def plan_steps(
         merged = _costed(trace_inputs, steps)
         graph = merged.graph
         manual = manual_partition(graph, split_points, num_stages=num_stages, shared_parameters=shared_parameters)
+        _warn_of_reads(graph)
         return _plan_of(steps, merged, manual)
     best: PartitionPlan | None = None
     best_cost = float("inf")
@@ -216,7 +217,20 @@ def plan_steps(
     if best is None:
         assert refusal is not None
         raise refusal
+    _warn_of_reads(best.whole)
     return best
+
+
+def _warn_of_reads(graph: TracedGraph) -> None:
+    """Warn of calls by which the step's own code may branch on values."""
+    for node in graph.nodes:
+        if not node.is_opaque and (node.reads or node.has_plain) and not node.is_batch_only:
+            logger.warning(
+                "%s asks a tensor for its value. If the step makes other calls for other values, the run will end at "
+                "the first batch for which it does: a pipeline needs the same calls for every batch. Move such a "
+                "branch into one module's forward, or compute both sides and use torch.where.",
+                node,
+            )
 
 
 def saved_partition(plan: PartitionPlan, settings: str) -> dict[str, Any]:

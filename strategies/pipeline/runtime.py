@@ -219,7 +219,10 @@ class StepRun:
         to = self.executor.stage_graphs[transfer.destination].rank
         user = Action(FORWARD, transfer.destination, action.micro_batch)
         lane = lane_of(self.executor, transfer, FORWARD)
-        self.channel.send(tensor.detach(), to=to, tag=self._tag(transfer, FORWARD), user=user, lane=lane)
+        sent = tensor.detach()
+        if self.executor.may_be_written(tensor):
+            sent = sent.clone()  # or the next micro-batch could write to it before it is sent
+        self.channel.send(sent, to=to, tag=self._tag(transfer, FORWARD), user=user, lane=lane)
 
     def _tag(self, transfer: Transfer, kind: str) -> int:
         """Return a tag for each value and direction; within one tag, micro-batches keep their order."""

@@ -268,7 +268,9 @@ def full_name(prefix: str, key: str) -> str:
 
 def module_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """Return the names and values of a module's attributes and buffers."""
-    own = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH]
+    # What the wrapper of torch.compile has of its own changes at its first call, which one stage alone makes.
+    of_wrapper = getattr(type(module), "_opt_mod_attributes", ())
+    own = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH and key not in of_wrapper]
     return own + list(module._buffers.items())
 
 

@@ -210,6 +210,12 @@ class StageExecutor:
         table, key = self._places[name]
         return table[key]
 
+    def may_be_written(self, tensor: Tensor) -> bool:
+        """Return True for a tensor that a later micro-batch may write to: one written before, or state of the task."""
+        if tensor.is_inference() or tensor._version:  # tensors of inference mode count no writes
+            return True
+        return bool(self._written) and _memory(tensor) in _memories(self._written)
+
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor with the shape and dtype of a value, but only one element in memory."""
         key = (value, shape)
@@ -280,8 +286,7 @@ def _is_saved_before_write(graph: TracedGraph, task: nn.Module, name: str) -> bo
 
 def _saved_before_writes(written: Sequence[tuple[Table, str]]) -> AbstractContextManager[Any]:
     """Return a context in which backward keeps copies of these tensors: the next micro-batch writes to them before."""
-    present = [table.get(key) for table, key in written]
-    memories = {_memory(tensor) for tensor in present if isinstance(tensor, Tensor)} - {None}
+    memories = _memories(written)
 
     def save(tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():  # an autograd Function saves while the calls of the step are followed
@@ -290,6 +295,11 @@ def _saved_before_writes(written: Sequence[tuple[Table, str]]) -> AbstractContex
             return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
+
+
+def _memories(places: Sequence[tuple[Table, str]]) -> set[int | None]:
+    present = [table.get(key) for table, key in places]
+    return {_memory(tensor) for tensor in present if isinstance(tensor, Tensor)} - {None}
 
 
 def _memory(tensor: Tensor) -> int | None:

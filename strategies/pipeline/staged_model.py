@@ -77,6 +77,12 @@ class StagedModel:
         self.plan: PartitionPlan | None = None
         self._restored: Mapping[str, Any] | None = None  # the partition of the run that is resumed
 
+    @property
+    def replaced(self) -> frozenset[str]:
+        """The attributes and buffers that the training steps assign."""
+        assert self.plan is not None
+        return frozenset().union(*(graph.replaced for graph in self.plan.steps))
+
     # ---- State of the partition
 
     def state(self) -> dict[str, Any]:

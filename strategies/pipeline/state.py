@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.sharded_state import ShardedState, TensorShard, in_memory, shard_placeholder
+from trainkit.distributed.collectives import broadcast
+from trainkit.errors import UserError
 from trainkit.strategy import named_state
 
+from .absent import AbsentTensors
 from .attributes import Table, pickled, place_of, unpickled
+from .mesh import PipelineMesh
 from .optimizer_shards import OptimizerShards
 from .stage import Placement, has_meta, keep_local_parameters, materialize
 
@@ -31,6 +35,10 @@ class PipelineState:
         self._placement: Placement | None = None
         self._group: dist.ProcessGroup | None = None
         self._stage = 0
+        self.absent = AbsentTensors()
+        """The parameters and buffers of other stages."""
+        self._places: dict[str, str] = {}  # of parameters, buffers and attributes, in words
+        self._assigned: dict[str, tuple[Table, str]] = {}  # those of other stages that steps assign
         self.optimizer_shards: OptimizerShards | None = None
         # Before the first step, as a step may make two buffers one.
         self._names: dict[str, str] = {}  # the first name of each key of the state dict
@@ -48,10 +56,11 @@ class PipelineState:
         group: dist.ProcessGroup,
         device: torch.device,
         optimizer_shards: OptimizerShards | None,
+        replaced: Iterable[str],
     ) -> None:
         """Keep the local part of the task and its optimizers on the device, and drop the rest. Collective.
 
-        Parameters on the meta device are created here.
+        Parameters on the meta device are created here. `replaced` are the attributes and buffers that steps assign.
         """
         self._placement, self._group, self._stage = placement, group, group.rank()
         self.optimizer_shards = optimizer_shards
@@ -69,6 +78,21 @@ class PipelineState:
         for optimizer, saved in self._waiting_optimizers:
             self.load_optimizer(task, optimizer, saved)
         self._waiting_task, self._waiting_optimizers = None, []
+        self._places = {
+            name: f"stage {ranks[0]}, and this is stage {self._stage}" for name, ranks in placement.holders.items()
+        }
+        self.absent.add(
+            self._places, {name: tensor for name, tensor in named_state(task).items() if not self._is_held(name)}
+        )
+        self._assigned = {
+            name: place_of(task, name) for name in replaced if name in self._places and not self._is_held(name)
+        }
+
+    def hide_assigned(self) -> None:
+        """Make absent what a step has left on this stage in attributes and buffers of other stages."""
+        for name, (table, key) in self._assigned.items():
+            if isinstance(table.get(key), Tensor):
+                table[key] = self.absent.hide(self._places[name], name, table[key])
 
     def _is_held(self, name: str) -> bool:
         assert self._placement is not None
@@ -82,7 +106,8 @@ class PipelineState:
 
     def gather_task(self, task: nn.Module) -> dict[str, Any]:
         """Return the task's state dict, complete in stage 0. Collective over stages."""
-        state: dict[str, Any] = task.state_dict()
+        with self.absent.readable():
+            state: dict[str, Any] = task.state_dict()
         if self._placement is None:
             return state
         names = self._names
@@ -144,7 +169,8 @@ class PipelineState:
 
     def load_task(self, task: nn.Module, saved: dict[str, Any]) -> None:
         """Load this stage's part of a whole state dict."""
-        current = task.state_dict()
+        with self.absent.readable():
+            current = task.state_dict()
         if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
             task.load_state_dict(in_memory(saved))  # raises with the names that differ
             return
@@ -162,8 +188,40 @@ class PipelineState:
 
     def make_whole(self, task: nn.Module) -> None:
         """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
-        if self._placement is None:
-            return
+        if self._placement is not None:
+            self.absent.clear()
+            self._gather_everywhere(task, torch.device("cpu"))
+
+    @contextmanager
+    def whole(self, task: nn.Module, device: torch.device, mesh: PipelineMesh) -> Iterator[None]:
+        """Give every stage all parameters and buffers in the block, and then every rank those of the first one.
+
+        Collective over all ranks.
+        """
+        with self.absent.readable():
+            places = {name: place_of(task, name) for name in named_state(task)}
+            contents = [(table, key, table[key], table[key].data) for table, key in places.values()]
+            if self._placement is not None:
+                self._gather_everywhere(task, device)
+            outline = _outline(task)
+            try:
+                yield
+                differing = sorted(name for name, _ in outline.items() ^ _outline(task).items())
+                if differing:
+                    raise UserError(
+                        f"the block of run.whole_task() added, removed or replaced '{differing[0]}', which optimizers "
+                        "and other ranks would not have. Change values in place: with torch.no_grad(): "
+                        "parameter.copy_(values)."
+                    )
+                _send_from_first([table[key] for table, key in places.values()], mesh)
+            finally:
+                for name, (table, key, tensor, content) in zip(places, contents, strict=True):
+                    if self._placement is not None and not self._is_held(name):
+                        table[key], tensor.data = tensor, content
+
+    def _gather_everywhere(self, task: nn.Module, device: torch.device) -> None:
+        """Give every stage all parameters and buffers on the device, and the attributes. Collective over stages."""
+        assert self._placement is not None
         seen = set()
         for name, ranks in self._placement.holders.items():
             table, key = place_of(task, name)
@@ -176,9 +234,9 @@ class PipelineState:
                 content = tensor.detach().cpu().contiguous()
             dist.broadcast(content, group=self._group, group_src=ranks[0])
             if id(tensor) in seen:  # two buffers that the step made one on this stage
-                table[key] = content
-            else:
-                tensor.data = content
+                table[key] = content.to(device)
+            elif not self._is_held(name) or tensor.device != device:
+                tensor.data = content.to(device)
             seen.add(id(tensor))
 
     def _share_attribute(self, task: nn.Module, table: Table, key: str, *, source: int) -> None:
@@ -270,13 +328,30 @@ class PipelineState:
                 for index, state in whole["state"].items()
             }
             optimizer_states.append({**whole, "state": _joined(all_gather(own))})
-        task_state: dict[str, Any] = task.state_dict()
+        with self.absent.readable():
+            task_state: dict[str, Any] = task.state_dict()
         extra = {key: value for key, value in task_state.items() if key.endswith(EXTRA_STATE)}
         of_stages = all_gather(extra)
         task_state.update({key: of_stages[self._source_of_extra_state(key)][key] for key in extra})
         for key, name in self._names.items():
             task_state[key] = placeholder(f"task.{name}", task_state[key], name, writes=writes)
         return ShardedState(task_state, optimizer_states, list(shards.values()))
+
+
+def _send_from_first(tensors: Sequence[Tensor], mesh: PipelineMesh) -> None:
+    """Give every rank the contents of the first one. Collective over all ranks."""
+    on_host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    if mesh.stage == 0:
+        broadcast(on_host, mesh.replica_group)
+    broadcast(on_host, mesh.stage_group)
+    with torch.no_grad():
+        for tensor, content in zip(tensors, on_host, strict=True):
+            tensor.copy_(content)
+
+
+def _outline(task: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    """Return the identity, shape and type of each parameter and buffer."""
+    return {name: (id(tensor), tensor.shape, tensor.dtype) for name, tensor in named_state(task).items()}
 
 
 def _joined(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:

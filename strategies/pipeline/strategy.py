@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -27,6 +27,7 @@ from trainkit.metrics.step_output import StepOutput, read_evaluation_output, rea
 from trainkit.model.deferred_init import is_deferred, make_real
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
+from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
 from trainkit.task import TaskModule, has_phases
@@ -38,7 +39,7 @@ from .gradients import StageGradients
 from .graph import Step
 from .memory import TrainingMemory
 from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh, Placing
-from .optimizer_shards import OptimizerShards, check_divisible
+from .optimizer_shards import OptimizerShards
 from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
@@ -171,6 +172,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
+        self._tried_hooks: dict[str, list[Callable[..., Any]]] = {}  # of optimizers' steps, by phase
         self._phase = ""
         self._to_verify: dict[str, int] = {}  # by step key: the number of steps that are still to be verified
         self._begun: Iterator[StepBatch] | None = None  # training's batches; the first one has been traced
@@ -206,6 +208,7 @@ class PipelineStrategy(MultiProcessStrategy):
         self.staged_model.clear()
         self.state = PipelineState()
         self._phase_optimizers, self._gradients, self._phase, self._begun = {}, {}, "", None
+        self._tried_hooks = {}
 
     def place_ranks(self, task: TaskModule, source: StageData, saved: Mapping[str, Any]) -> bool:
         """Place ranks as in the `saved` state of a resumed run, or so that a step sends fewer bytes between hosts.
@@ -299,10 +302,22 @@ class PipelineStrategy(MultiProcessStrategy):
                 f"phase '{phase_optimizer.phase}'. Define {step_name}(self, batch), which returns the loss, or type "
                 "strategy=ddp."
             )
-        if self.shard_optimizer:
-            check_divisible(phase_optimizer.optimizer)
+        self._check_separable(phase_optimizer)
         phase_optimizer.max_over_ranks = self.mesh.max_over_stages
         self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
+
+    def _check_separable(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if the optimizer or its present hooks use several parameters together, which ranks divide."""
+        hooks = step_hooks(phase_optimizer.optimizer)
+        if self.comm.num_processes == 1 or self._tried_hooks.get(phase_optimizer.phase) == hooks:
+            return
+        self._tried_hooks[phase_optimizer.phase] = hooks
+        culprit = coupled_by(phase_optimizer.optimizer)
+        if culprit is not None:
+            raise UserError(
+                f"{culprit} may use several parameters or gradients together, and strategy=pipeline leaves each rank "
+                "some of them. To clip gradients type trainer.max_grad_norm=1.0; otherwise set strategy=ddp."
+            )
 
     def prepare_steps(self, task: TaskModule, batches: Iterator[StepBatch]) -> None:
         """Trace training's first micro-batch, partition the task, and keep the local part of it. Collective."""
@@ -402,6 +417,7 @@ class PipelineStrategy(MultiProcessStrategy):
             group=mesh.stage_group,
             device=device,
             optimizer_shards=optimizer_shards,
+            replaced=self.staged_model.replaced,
         )
         mesh.sync_rng()
         self.plan_report = report = self.staged_model.report(
@@ -489,14 +505,18 @@ class PipelineStrategy(MultiProcessStrategy):
 
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
+        if gradients.follow_trained() and not self._phase:
+            self._all_trained = self._trained = [each for each in task.parameters() if each.requires_grad]
         actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
-        verification = self._verification(task, executor, step, batches, read_loss)
+        with self.state.absent.readable():
+            verification = self._verification(task, executor, step, batches, read_loss)
         check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
         with nullcontext() if verification is None else verification.recorded():
             around = gradients.reduce_around(actions[self.mesh.stage])
             self.runtime.train(executor, step, batches, actions=actions, read_loss=read_loss, around=around)
         if check is not None:
             check.finish()
+        self.state.hide_assigned()
         if not actions[self.mesh.stage]:
             gradients.reduce_zeros()
         ordered = [outputs[index] for index in sorted(outputs)]
@@ -528,6 +548,7 @@ class PipelineStrategy(MultiProcessStrategy):
         return verification
 
     def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
+        self._check_separable(phase_optimizer)
         if self.state.optimizer_shards is None:
             super()._update(phase_optimizer, norm)
         else:
@@ -571,9 +592,12 @@ class PipelineStrategy(MultiProcessStrategy):
             if model.placement is None:
                 self._partition_by(task, {key: TrainingStep(step)}, batch, 1, all_replicas=False)
             else:
-                model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
+                with self.state.absent.readable():
+                    model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
         executor = model.steps[key]
-        return executor, self.runtime.forward(executor, step, batch)
+        returned = self.runtime.forward(executor, step, batch)
+        self.state.hide_assigned()
+        return executor, returned
 
     @property
     def _evaluates_whole(self) -> bool:
@@ -584,6 +608,14 @@ class PipelineStrategy(MultiProcessStrategy):
         if self._evaluates_whole:
             return to_device(batch, torch.device("cpu"), dtype=self.precision.batch_type)
         return super()._move_for_evaluation(batch)
+
+    # ---- Outside of the step
+
+    @contextmanager
+    def whole_task(self, task: TaskModule) -> Iterator[TaskModule]:
+        """Give every rank all values of the task in the block, and then those that rank 0 has left. Collective."""
+        with self.state.whole(task, self.device, self.mesh):
+            yield task
 
     # ---- State, whole and under the names of the bare task; every method is collective except `local_state`
 
@@ -599,7 +631,10 @@ class PipelineStrategy(MultiProcessStrategy):
         return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
-        return self.state.gather_task(task) if self.comm.rank == 0 else task.state_dict()
+        if self.comm.rank == 0:
+            return self.state.gather_task(task)
+        with self.state.absent.readable():
+            return task.state_dict()
 
     def load_state_dict(self, task: TaskModule, saved: dict[str, Any]) -> None:
         self.state.load_task(task, saved)

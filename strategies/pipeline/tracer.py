@@ -213,9 +213,8 @@ class Tracer(TracingMode):
         self._before, self._changed_elsewhere, self._rates = before, changed, rates
         self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in left_behind}
         self._calls_hooks = calls_hooks
-        self._hooked: set[str] = set()  # leaf modules with forward hooks
         self._hooks_before = {name: _hooks(module) for name, module in task.named_modules()}
-        self._new_hooks: dict[str, set[int]] = {}
+        self._hooked, self._new_hooks = set[str](), dict[str, set[int]]()  # the former are leaf modules
         self._fake = fake
         self.counter = FlopCounter()
         self._leaf_modules, self._task = leaf_modules, task
@@ -261,6 +260,8 @@ class Tracer(TracingMode):
         self._path: list[str] = [""]
         self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
+        # By identity, the length of each tensor whose shape depends on elements; modules whose own code asks for one.
+        self._shaped, self._sized = dict[int, int](), set[str]()
         self._memories = _Memories(tensors(batch))
         for tensor in tensors(batch):
             self._new_value(tensor, local=True)
@@ -306,6 +307,12 @@ class Tracer(TracingMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
+        if self._node is None and self._shaped and function_name(func) in _SIZES and id(args[0]) in self._shaped:
+            caller: FrameType | None = sys._getframe(1)
+            while caller is not None and caller.f_code.co_filename in _METHODS:  # `len` comes through Python code
+                caller = caller.f_back
+            if caller is not None and not caller.f_code.co_filename.startswith(_TORCH):
+                self._sized.add(self._path[-1])
         reads_graph = self._node is None and result is not None and function_name(func) == "grad_fn"
         if reads_graph and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             raise UserError(
@@ -357,7 +364,7 @@ class Tracer(TracingMode):
         versions = [_version(tensor) for tensor in watched]
         needed = [tensor.requires_grad for tensor in given]
         state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
-        before = replace(self.counter.total)
+        before, num_shaped = replace(self.counter.total), self.counter.num_shaped
         for tensor in given:
             self._use(node, tensor)
         node.num_given = len(node.inputs)
@@ -390,6 +397,10 @@ class Tracer(TracingMode):
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
         changed = [tensor for tensor, before in zip(given, needed, strict=True) if tensor.requires_grad != before]
         self._complete(node, result, written, changed)
+        lengths = {self._shaped[id(tensor)] for tensor in given if id(tensor) in self._shaped}
+        for tensor in made:
+            if tensor.dim() and (self.counter.num_shaped != num_shaped or len(tensor) in lengths) and not is_opaque:
+                self._shaped[id(tensor)] = len(tensor)
         node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         if node.reads and (node.parameters or node.buffers):
             self._send_numbers(node, result)
@@ -637,8 +648,8 @@ class Tracer(TracingMode):
             left_in=left_in,
             memory_bytes=tuple(self._memories.sizes),
         )
-        reading = [n for n in self._nodes if not n.is_batch_only and (n.reads or n.name in _SHAPED_BY_VALUES)]
-        reading_modules = {path for path in (*(node.path for node in reading), *dict(self.hazards.refused)) if path}
+        reading = [node.path for node in self._nodes if not node.is_batch_only and node.reads]
+        reading_modules = {*reading, *self._sized, *self.watch.drawing, *dict(self.hazards.refused)} - {""}
         unsendable = [node for node in self._unsendable if not node.is_batch_only]
         left_behind = frozenset(name for name in self.changed_again if self._is_of_one_stage(name))
         hidden = [result.tensor for result in self._hidden.values()]
@@ -845,7 +856,8 @@ CHEAP_SHARE = 0.01
 """Every stage computes the nodes that depend on the batch alone if they take less than this share of the step,"""
 CHEAP_SECONDS = 1e-4
 """or less than this."""
-_SHAPED_BY_VALUES = {"nonzero", "masked_select", "unique", "unique_consecutive", "argwhere"}
+_SIZES = frozenset(("__len__", "shape", "size", "numel", "nelement"))
+"""Calls that return the length of a tensor."""
 
 
 def mark_batch_only_nodes(
@@ -1061,6 +1073,7 @@ def copy_batch(batch: Any) -> Any:
 
 _HERE = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_METHODS = tuple(str(Path(_TORCH) / name) for name in ("_tensor.py", "overrides.py"))
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 _COMPILED = str(Path(_TORCH) / "_dynamo" / "eval_frame.py")
 

@@ -274,7 +274,8 @@ class FirstStepCheck:
             raise UserError(
                 f"the first step changed '{names[0]}', which the traced step did not, so other stages and checkpoints "
                 "would miss it. Change it in every step, by torch operations or by assigning it to an attribute of a "
-                "module, or type strategy=ddp."
+                "module; empty a container at the beginning of the step, as a stage ends before the end of it; or type "
+                "strategy=ddp."
             )
 
 

@@ -392,7 +392,7 @@ class Checkpointer:
         from trainkit.checkpoint.serialization import check_state_dict, same_errors, saved_weights
 
         task, strategy = self._run.task, self._run.strategy
-        saved, own = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict()
+        saved, own = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict(keep_vars=True)
         if payload.get(FROZEN):
             saved = completed(saved, payload[FROZEN], own)
         check_state_dict(own, saved, where)

@@ -1,0 +1,169 @@
+"""Separable optimizers: those whose update of a parameter depends on no other parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.optim.chained_optimizer import ChainedOptimizer
+from trainkit.rng import preserve_rng
+from trainkit.tree import tensors_in
+
+_GRADIENT_SCALES = (1e-3, 1.0, 1e3)
+"""Sizes of the gradients in the steps that are tried: the limit of a clipped norm is between two of them."""
+_SIDE = 2
+"""Elements of a copy in each dimension: enough for a norm, and 1000 parameters take milliseconds."""
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def coupled_by(optimizer: Optimizer) -> str | None:
+    """Return the optimizer's class or step hooks that let an update depend on other parameters; `None` without any.
+
+    Steps of small copies of all parameters are compared with steps in which only some of them have a gradient. Nothing
+    else changes: neither the optimizer, nor objects that its hooks refer to, nor random generators. Class and hooks of
+    which no copy can make a step are returned too, with the reason.
+    """
+    optimizers = list(_optimizers_in(optimizer))
+    classes = [type(one).__name__ for one in optimizers if not _is_of_torch(one)]
+    hooks = [f"the step hook {_name(hook)}" for one in optimizers for hook in step_hooks(one)]
+    for names, with_hooks in ((classes, False), (hooks, True)):
+        if not names:
+            continue
+        description = " or ".join(dict.fromkeys(names))
+        try:
+            with preserve_rng():
+                if _is_coupled(optimizer, with_hooks=with_hooks):
+                    return description
+        except Exception as error:  # of the user's code, of which a copy may be impossible
+            return f"{description}, which cannot be tried on copies ({type(error).__name__}: {error})"
+    return None
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that an optimizer calls around each step."""
+    # Torch has no public way to list them; wrappers of an optimizer may not have called its constructor.
+    return [hook for name in _HOOKS for hook in vars(optimizer).get(name, {}).values()]
+
+
+def _name(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    is_chain = type(optimizer) is ChainedOptimizer
+    return (is_chain or type(optimizer).__module__.startswith("torch.optim.")) and _has_own_class_step(optimizer)
+
+
+def _has_own_class_step(optimizer: Optimizer) -> bool:
+    """Return False if a step was set on the object, other than by a learning-rate scheduler, which only counts."""
+    step = vars(optimizer).get("step")
+    return step is None or hasattr(step, "_wrapped_by_lr_sched")
+
+
+def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield an optimizer and those that it wraps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, Optimizer):
+                yield from _optimizers_in(one)
+
+
+def _is_coupled(optimizer: Optimizer, *, with_hooks: bool) -> bool:
+    count = len(_parameters(optimizer))
+    together = _tried(optimizer, range(count), with_hooks=with_hooks)
+    for bit in range((count - 1).bit_length()):  # any two indices differ in one of the bits
+        for value in (0, 1):
+            part = [index for index in range(count) if (index >> bit) & 1 == value]
+            alone = _tried(optimizer, part, with_hooks=with_hooks)
+            if any(_differ(together[index], alone[index]) for index in part):
+                return True
+    return False
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return list({id(parameter): parameter for parameter in listed}.values())
+
+
+def _tried(optimizer: Optimizer, part: Iterable[int], *, with_hooks: bool) -> list[list[Tensor]]:
+    """Return the values of each parameter's copy, at first and after each step in which `part` has gradients.
+
+    The other copies are zeros, as are parameters that a strategy leaves out of memory.
+    """
+    clone, parameters = _clone(optimizer, with_hooks=with_hooks)
+    chosen = set(part)
+    generator = torch.Generator().manual_seed(0)  # its draws do not depend on `part`
+    for index, parameter in enumerate(parameters):
+        content = torch.randn(parameter.shape, generator=generator)
+        parameter.data.copy_(content if index in chosen else torch.zeros_like(content))
+    values = [[parameter.detach().clone()] for parameter in parameters]
+    torch.manual_seed(0)
+    for scale in _GRADIENT_SCALES:
+        for index, parameter in enumerate(parameters):
+            gradient = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
+            parameter.grad = gradient if index in chosen and parameter.requires_grad else None
+        clone.step()
+        for parameter, history in zip(parameters, values, strict=True):
+            history.append(parameter.detach().clone())
+    return values
+
+
+def _clone(optimizer: Optimizer, *, with_hooks: bool) -> tuple[Optimizer, list[nn.Parameter]]:
+    """Return a copy of an optimizer, of what it wraps and of what its hooks refer to, with copies of the parameters."""
+    memo: dict[int, Any] = {}
+    optimizers = list(_optimizers_in(optimizer))
+    parameters = [nn.Parameter(_small(one), requires_grad=one.requires_grad) for one in _parameters(optimizer)]
+    memo.update(zip(map(id, _parameters(optimizer)), parameters, strict=True))
+    for one in optimizers:  # torch's own deepcopy of an optimizer drops the attributes of a subclass
+        memo[id(one)] = object.__new__(type(one))
+        for tensor in tensors_in([list(vars(one).values()), list(vars(one).get("state", {}).values())]):
+            memo.setdefault(id(tensor), _small(tensor))
+    for one in optimizers:
+        attributes = {key: value for key, value in vars(one).items() if key != "step" or not _has_own_class_step(one)}
+        hooks = {name: attributes.pop(name, {}) for name in _HOOKS}
+        vars(memo[id(one)]).update(
+            {key: _copied(value, memo) for key, value in attributes.items()},
+            **{
+                name: type(table)({key: _copied(hook, memo) for key, hook in table.items()} if with_hooks else {})
+                for name, table in hooks.items()
+            },
+        )
+    return memo[id(optimizer)], parameters
+
+
+def _small(tensor: Tensor) -> Tensor:
+    shape = [min(size, _SIDE) for size in tensor.shape]
+    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):  # such as a shard
+        return torch.zeros(shape, dtype=tensor.dtype)
+    return tensor.detach()[tuple(slice(size) for size in shape)].clone()
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy, which for a function includes the variables around it that it refers to."""
+    if not isinstance(value, FunctionType):
+        return copy.deepcopy(value, memo)
+    cells = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in value.__closure__ or ())
+    defaults = copy.deepcopy(value.__defaults__, memo)
+    function = FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
+    function.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__, memo)
+    return function
+
+
+def _differ(together: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
+    """Return True if the updates of a parameter differ by more than rounding."""
+    for index in range(1, len(together)):
+        first, second = together[index].double(), alone[index].double()
+        eps = torch.finfo(together[index].dtype).eps if together[index].is_floating_point() else 0.0
+        update = (first - together[index - 1].double()).abs().amax() if first.numel() else first.sum()
+        size = first.abs().amax() if first.numel() else first.sum()
+        bound = eps**0.5 * update + 16 * eps * size
+        if not torch.equal(first.nan_to_num(), second.nan_to_num()) and bool(((first - second).abs() > bound).any()):
+            return True
+    return False
