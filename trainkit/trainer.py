@@ -28,6 +28,7 @@ from trainkit.model.deferred_init import is_deferred, make_real, records_of
 from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
+from trainkit.optim.optimizer_settings import ResumeOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.run_dir.console import say
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
@@ -86,6 +87,8 @@ class Trainer:
         max_rollbacks: Number of rollbacks before the run fails.
         skip_grad_norm_factor: Skip a step if its gradient norm exceeds this multiple of the running average. None
             disables it.
+        resume_optimizer: The settings of optimizer and schedules that count in a resumed run if they differ: those that
+            the task's `configure_optimizers` makes now (`configured`), or those that were `saved`.
         num_sanity_batches: Validation batches to run before training.
         limit_train_batches: Maximum number of global batches in an epoch.
         limit_validation_batches: Maximum number of global batches in a validation.
@@ -132,6 +135,7 @@ class Trainer:
         on_nonfinite: NonfinitePolicy = "raise",
         max_rollbacks: int = 3,
         skip_grad_norm_factor: float | None = None,
+        resume_optimizer: ResumeOptimizer = "configured",
         num_sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
@@ -174,6 +178,7 @@ class Trainer:
             on_nonfinite=on_nonfinite,
             max_rollbacks=max_rollbacks,
             skip_grad_norm_factor=skip_grad_norm_factor,
+            resume_optimizer=resume_optimizer,
             num_sanity_batches=num_sanity_batches,
             limits={
                 "train": limit_train_batches,

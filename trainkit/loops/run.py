@@ -23,6 +23,7 @@ from trainkit.logger import Logger
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.optimizer_settings import ResumeOptimizer, difference_text
 from trainkit.optim.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
@@ -251,6 +252,8 @@ class Checkpointer:
         self._run = run
         self._writer: AsyncWriter | None = None
         self._sharded_writer: ShardedWriter | None = None
+        self.resume_optimizer: ResumeOptimizer = "configured"
+        """The settings of optimizers that count if those that were saved differ."""
         self.trainable_only = False
         """True if parameters that do not train are not saved, only their hash."""
         self._frozen: tuple[frozenset[str], dict[str, Any]] = frozenset(), {}  # names, and what is saved of them
@@ -355,8 +358,9 @@ class Checkpointer:
         restored = zip(run.phase_optimizers, saved, payload["spikes"], strict=True)
         for phase_optimizer, (optimizer, schedules), spikes in restored:
             phase_optimizer.check_saved(optimizer, schedules, where=where)
-            strategy.load_optimizer_state_dict(run.task, phase_optimizer, optimizer)
-            phase_optimizer.load_schedule_state(schedules)
+            state = self._with_settings(phase_optimizer, optimizer, schedules, payload.get("settings", {}))
+            strategy.load_optimizer_state_dict(run.task, phase_optimizer, state)
+            phase_optimizer.settings.check_length(run.max_steps, phase_optimizer.schedules)
             if phase_optimizer.spikes is not None:
                 phase_optimizer.spikes.load_state_dict(spikes)
         strategy.load_strategy_state(payload.get("strategy", {}))
@@ -382,6 +386,21 @@ class Checkpointer:
         run.resumed_from, run.restored_step = where, run.state.step
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
+
+    def _with_settings(
+        self, phase_optimizer: PhaseOptimizer, optimizer: dict[str, Any], schedules: list[Any], saved: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the optimizer's state with the settings that count; the schedules are restored. Warns of others."""
+        settings = phase_optimizer.settings
+        saved = saved.get(phase_optimizer.phase, {}) if phase_optimizer.phase else saved
+        differing = settings.differences(saved, schedules)
+        if differing and self._run.is_main:
+            logger.warning("%s", difference_text(differing, self.resume_optimizer))
+        if differing and self.resume_optimizer == "configured":
+            return settings.advanced(optimizer, schedules, saved=saved, differing=differing)
+        settings.check_schedules(saved)
+        phase_optimizer.load_schedule_state(schedules)
+        return optimizer
 
     def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
         """Load a checkpoint's parameters and buffers into the task; raises UserError if they are another task's.
@@ -422,6 +441,7 @@ class Checkpointer:
         assert run.loader is not None
         payload = {
             **self._task_and_optimizers(shards),
+            "settings": _by_phase([each.settings.record() for each in run.phase_optimizers], run.phase_optimizers),
             "schedules": _by_phase([each.schedule_state() for each in run.phase_optimizers], run.phase_optimizers),
             "spikes": [{} if each.spikes is None else each.spikes.state_dict() for each in run.phase_optimizers],
             "strategy": strategy.strategy_state(),

@@ -174,6 +174,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         saved = payload.get("strategy", {})
         if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
             seed_everything(config.seed + run.strategy.comm.rank)
+    run.checkpointer.resume_optimizer = config.resume_optimizer
     validation = _prepare_data(run, config)
     _prepare_task(run, config)
     run.validates = validation is not None
@@ -296,6 +297,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
         if config.skip_grad_norm_factor is not None:
             phase_optimizer.skip_spikes(config.skip_grad_norm_factor)
         run.strategy.prepare_optimizer(run.task, phase_optimizer)
+        phase_optimizer.settings.check_length(run.max_steps, phase_optimizer.schedules)
     schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
     metric = next((schedule.metric for schedule in schedules if schedule.metric is not None), None)
     if metric is not None and not run.validates:

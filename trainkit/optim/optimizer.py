@@ -18,6 +18,7 @@ from trainkit.errors import CheckpointError, UserError, check_monitored, raising
 from trainkit.model.transforms import matches
 from trainkit.optim.chained_optimizer import members
 from trainkit.optim.lr_schedule import LRSchedule
+from trainkit.optim.optimizer_settings import OptimizerSettings
 from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
 from trainkit.optim.saved_state import state_problem
@@ -108,6 +109,7 @@ class PhaseOptimizer:
         if phase is not None:
             self.phase, self.step_name, self.every = phase.name, phase.step_name, phase.every
         self.optimizer, self.schedules = optimizer, schedules
+        self.settings = OptimizerSettings(optimizer, schedules)
         self.clip, self.skip_nonfinite = clip, skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._shapes = [parameter.shape for parameter in self.parameters]  # a strategy may shard the parameters
