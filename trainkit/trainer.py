@@ -12,11 +12,13 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit import registry
 from trainkit.callback import Callback
+from trainkit.checkpoint.resized_buffers import resize_buffers
 from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import TYPES, Stopped, UserError, check_types
@@ -313,6 +315,8 @@ class Trainer:
         if is_deferred(task):
             make_real(task)
         self.fit_config.precision.prepare(task)  # to the type that the ranks trained in
+        names = set(weights).difference(name for name, _ in task.named_parameters(remove_duplicate=False))
+        resize_buffers(task, weights, names, torch.device("cpu"))
         has_no_memory = any(parameter.is_meta for parameter in task.parameters())
         task.load_state_dict(weights, assign=has_no_memory)
 

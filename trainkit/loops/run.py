@@ -13,12 +13,13 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainkit.checkpoint.resized_buffers import RESIZED, Shapes, resize_buffers, resized_names, without_custom_loading
 from trainkit.data.batch import BatchPlan
 from trainkit.data.data import Data
 from trainkit.data.loader import BatchLoader
-from trainkit.errors import UserError
+from trainkit.errors import CheckpointError, UserError
 from trainkit.logger import Logger
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.lr_schedule import ReferenceBatchSize
@@ -256,6 +257,8 @@ class Checkpointer:
         """The settings of optimizers that count if those that were saved differ."""
         self.trainable_only = False
         """True if parameters that do not train are not saved, only their hash."""
+        self.first_buffers: Shapes = {}
+        """The shapes of the buffers before the run was restored; those that training changes are listed."""
         self._frozen: tuple[frozenset[str], dict[str, Any]] = frozenset(), {}  # names, and what is saved of them
 
     @cached_property
@@ -414,13 +417,24 @@ class Checkpointer:
         saved, own = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict()
         if payload.get(FROZEN):
             saved = completed(saved, payload[FROZEN], own)
-        check_state_dict(own, saved, where)
+        # A rollback may go back to a step before they were resized.
+        unchanged = [
+            name for name, shape in self.first_buffers.items() if shape == getattr(saved.get(name), "shape", None)
+        ]
+        resize_buffers(task, saved, [*payload.get(RESIZED, ()), *unchanged], strategy.device)
+        own = task.state_dict()
+        check_state_dict(without_custom_loading(task, own), without_custom_loading(task, saved), where)
         if payload.get(FROZEN):
             with same_errors(strategy.comm):
                 state = strategy.state_dict(task)
                 if strategy.comm.is_main:
                     check_frozen(payload[FROZEN], state, where)
-        strategy.load_state_dict(task, saved)
+        try:
+            strategy.load_state_dict(task, saved)
+        except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):  # torch's, of keys and shapes
+                raise
+            raise CheckpointError(f"{where} does not fit the task under {type(strategy).__name__}: {error}") from error
 
     def restore_rng(self, payload: dict[str, Any]) -> None:
         """Restore the random generators if the layout of ranks and micro-batches is that of the checkpoint.
@@ -457,8 +471,44 @@ class Checkpointer:
             "config": run.config,
             "task_class": f"{type(run.task).__module__}.{type(run.task).__qualname__}",
         }
+        if run.is_main and self.first_buffers:
+            payload[RESIZED] = resized_names(payload["task"], self.first_buffers, run.task)
         run.emit("on_save", payload)
         return payload
+
+    def check_savable(self) -> None:
+        """Raise UserError for a state that no checkpoint can hold; tensors are neither gathered nor copied.
+
+        Called before the first step: optimizers have no state yet, and `on_save` is not called.
+        """
+        from trainkit.checkpoint.serialization import PayloadVisitor
+
+        run = self._run
+        if self.store is None:
+            return
+        assert run.loader is not None
+        extra = {
+            f"{name}._extra_state" if name else "_extra_state": module.get_extra_state()
+            for name, module in run.task.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        phases = run.phase_optimizers
+        groups = [
+            {
+                "param_groups": [
+                    {k: v for k, v in group.items() if k != "params"} for group in each.optimizer.param_groups
+                ]
+            }
+            for each in phases
+        ]
+        states = {
+            "task": extra,
+            "optimizer": _by_phase(groups, phases),
+            "schedules": _by_phase([each.schedule_state() for each in phases], phases),
+            "loader": run.loader.first_state(),
+            "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks)},
+        }
+        PayloadVisitor(lambda tensor, place: tensor).convert(states)
 
     def _task_and_optimizers(self, shards: ShardedState | None = None) -> dict[str, Any]:
         """Return the task's and its optimizers' state, complete on the main rank or with placeholders; collective."""

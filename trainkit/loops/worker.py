@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import reason
+from trainkit.checkpoint.resized_buffers import buffer_shapes
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
 from trainkit.duration import total_steps
@@ -176,6 +177,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
             seed_everything(config.seed + run.strategy.comm.rank)
     run.checkpointer.resume_optimizer = config.resume_optimizer
     validation = _prepare_data(run, config)
+    run.checkpointer.first_buffers = buffer_shapes(run.task)
     _prepare_task(run, config)
     run.validates = validation is not None
     _prepare_optimizers(run, config)
