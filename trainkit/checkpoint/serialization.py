@@ -267,12 +267,14 @@ def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, Any], wher
         if unexpected:
             lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
         raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
+    kinds = (Tensor, StoredTensor)
+    wrong = [key for key, value in expected.items() if isinstance(value, Tensor) and not isinstance(found[key], kinds)]
+    if wrong:
+        raise CheckpointError(f"{where} has values that are not tensors: {first_names(wrong)}.")
     differing = [
         f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
         for key, tensor in expected.items()
-        if isinstance(tensor, Tensor)
-        and isinstance(found[key], (Tensor, StoredTensor))
-        and found[key].shape != tensor.shape
+        if isinstance(tensor, Tensor) and found[key].shape != tensor.shape
     ]
     if differing:
         shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -346,8 +347,8 @@ class Checkpointer:
 
     # ---- Restoring
 
-    def restore(self, payload: dict[str, Any], *, where: str) -> None:
-        """Restore the run from a checkpoint that any strategy wrote; collective.
+    def restore(self, payload: dict[str, Any], *, where: str, is_new: bool = False) -> None:
+        """Restore the run, which `is_new` unless it is rolled back, from a checkpoint of any strategy; collective.
 
         Random generators continue exactly on the layout that was saved, and from a new seed on another. Raises
         UserError if the checkpoint is another task's.
@@ -358,9 +359,13 @@ class Checkpointer:
         assert run.loader is not None
         self.load_weights(payload, where=where)
         saved = _saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
+        for phase_optimizer, (optimizer, schedules) in zip(run.phase_optimizers, saved, strict=True):
+            phase_optimizer.check_saved(optimizer, schedules, where=where)
+        problem = next(self._unlike(payload, saved), None) if is_new else None
+        if problem is not None:
+            raise CheckpointError(f"{where} holds a state that cannot be restored: {problem}.")
         restored = zip(run.phase_optimizers, saved, payload["spikes"], strict=True)
         for phase_optimizer, (optimizer, schedules), spikes in restored:
-            phase_optimizer.check_saved(optimizer, schedules, where=where)
             state = self._with_settings(phase_optimizer, optimizer, schedules, payload.get("settings", {}))
             strategy.load_optimizer_state_dict(run.task, phase_optimizer, state)
             phase_optimizer.settings.check_length(run.max_steps, phase_optimizer.schedules)
@@ -389,6 +394,36 @@ class Checkpointer:
         run.resumed_from, run.restored_step = where, run.state.step
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
+
+    def _unlike(self, payload: dict[str, Any], saved_by_phase: list[tuple[Any, Any]]) -> Iterator[str]:
+        """Yield what in a state of torch or of trainkit is unlike that of this run, which is new."""
+        from trainkit.checkpoint.likeness import unlike
+
+        run, phases = self._run, self._run.phase_optimizers
+        own = {
+            "state": run.state.state_dict(),
+            "rng": [rng_state(devices=False)] * len(payload["rng"]),
+            "means": {name: [math.inf, math.inf] for name in payload.get("means", {})},  # a metric may be NaN
+            "scaler": run.precision.state_dict() if run.precision.scaler is not None and payload["scaler"] else {},
+            "spikes": [
+                {"seen": [0.0, 0.0]} if isinstance(saved, dict) and saved else {} for saved in payload["spikes"]
+            ],
+            "callbacks": {
+                name: callback.state_dict()
+                for name, callback in _named(run.callbacks)
+                if type(callback).__module__.startswith("trainkit.") and name in payload["callbacks"]
+            },
+            "num_items": None,
+            "num_moments": None,
+        }
+        yield from unlike(own, payload, "payload")
+        for phase_optimizer, (optimizer, schedules) in zip(phases, saved_by_phase, strict=True):
+            settings = payload.get("settings", {})
+            settings = settings.get(phase_optimizer.phase, {}) if phase_optimizer.phase else settings
+            yield from unlike(dict.fromkeys(settings), settings, "settings")
+            yield from phase_optimizer.settings.unlike(optimizer, schedules, saved=settings)
+        if payload.get("num_moments") not in (None, _num_values(payload["optimizer"], phases)):
+            yield "values are missing in the state of the optimizer"
 
     def _with_settings(
         self, phase_optimizer: PhaseOptimizer, optimizer: dict[str, Any], schedules: list[Any], saved: dict[str, Any]
@@ -453,9 +488,12 @@ class Checkpointer:
     def _payload(self, shards: ShardedState | None) -> dict[str, Any]:
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
+        task_and_optimizers = self._task_and_optimizers(shards)
+        optimizers = task_and_optimizers["optimizer"]
         payload = {
-            **self._task_and_optimizers(shards),
+            **task_and_optimizers,
             "settings": _by_phase([each.settings.record() for each in run.phase_optimizers], run.phase_optimizers),
+            "num_moments": None if shards is not None else _num_values(optimizers, run.phase_optimizers),
             "schedules": _by_phase([each.schedule_state() for each in run.phase_optimizers], run.phase_optimizers),
             "spikes": [{} if each.spikes is None else each.spikes.state_dict() for each in run.phase_optimizers],
             "strategy": strategy.strategy_state(),
@@ -593,6 +631,12 @@ def _by_phase(states: Sequence[Any], phase_optimizers: Sequence[PhaseOptimizer])
     if phase_optimizers[0].phase == "":
         return states[0]
     return {optimizer.phase: state for optimizer, state in zip(phase_optimizers, states, strict=True)}
+
+
+def _num_values(optimizers: Any, phase_optimizers: Sequence[PhaseOptimizer]) -> int:
+    """Return the number of values of parameters, such as moments, in the saved state of optimizers."""
+    states = [optimizers[each.phase] if each.phase else optimizers for each in phase_optimizers]
+    return sum(len(values) for state in states for values in state["state"].values())
 
 
 def _saved_by_phase(

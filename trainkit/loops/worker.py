@@ -186,7 +186,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         from trainkit.checkpoint.serialization import refuse_altered_state
 
         with refuse_altered_state(str(checkpoint)):
-            run.checkpointer.restore(payload, where=str(checkpoint))
+            run.checkpointer.restore(payload, where=str(checkpoint), is_new=True)
             if loop.auto_micro_batch is not None:
                 loop.auto_micro_batch.resume()
             run.checkpointer.restore_rng(payload)

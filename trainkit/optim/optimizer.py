@@ -218,12 +218,21 @@ class PhaseOptimizer:
     def step_schedules(self, when: Moment, metrics: Mapping[str, float] | None = None) -> None:
         """Step the schedules of a moment; raises UserError if one follows a metric that is not in `metrics`."""
         for schedule in self._schedules_of[when]:
-            if schedule.metric is None:
-                schedule.scheduler.step()
-                continue
-            self.check_monitored(metrics or {})
-            assert metrics is not None
-            schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
+            try:
+                if schedule.metric is None:
+                    schedule.scheduler.step()
+                    continue
+                self.check_monitored(metrics or {})
+                assert metrics is not None
+                schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
+            except (ValueError, TypeError, LookupError) as error:
+                if not raising_module(error).startswith("torch.optim"):
+                    raise
+                raise UserError(
+                    f"the schedule {type(schedule.scheduler).__name__} cannot make another step: {error} Make it in "
+                    "configure_optimizers for the length of the run; in a resumed run, set "
+                    "trainer.resume_optimizer=configured."
+                ) from error
 
     def check_monitored(self, metrics: Iterable[str]) -> None:
         """Raise UserError if a schedule follows a metric that is not in `metrics`."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from trainkit.errors import UserError
+from trainkit.checkpoint.likeness import REQUIRED, unlike
+from trainkit.errors import CheckpointError, UserError
 from trainkit.optim.lr_schedule import LRSchedule
 
 ResumeOptimizer = Literal["configured", "saved"]
@@ -20,6 +21,7 @@ _KERNELS = ("params", "fused", "foreach")
 _COUNTERS = ("base_lrs", *_PLATEAU_STATE)
 _CLOSE = 1e-9  # relative difference of two computations of one learning rate
 _DIFFERENCES_SHOWN = 8
+_MOST_STEPS = 10**8  # of a schedule; they take some minutes
 
 
 class OptimizerSettings:
@@ -42,6 +44,32 @@ class OptimizerSettings:
             record[f"schedules[{index}]"] = type(scheduler).__name__
             record.update(_settings(state, f"schedules[{index}]"))
         return record
+
+    def unlike(
+        self, optimizer: Mapping[str, Any], schedules: Sequence[Any], *, saved: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Yield what in the saved groups and schedules cannot take the place of the present ones."""
+        names = {place.split(".")[1].partition("[")[0] for place in saved if place.startswith("param_groups")}
+        names |= {"initial_lr"} if "schedules[0]" in saved else set()
+        groups = [
+            {"params": [*range(len(group["params"]))], **_numbers(_without(group, _KERNELS))}
+            for group in self._optimizer.param_groups
+        ]
+        yield from unlike({"state": {}, "param_groups": groups}, optimizer, "optimizer", required=names | REQUIRED)
+        for place, value in saved.items():  # no callback changes a switch
+            index, _, key = place.removeprefix("param_groups[").partition("].")
+            if (
+                isinstance(value, bool)
+                and index.isdigit()
+                and optimizer["param_groups"][int(index)].get(key) is not value
+            ):
+                yield f"optimizer.{place} is not {value}, as when it was saved"
+        states = []
+        for index, scheduler in enumerate(self._schedulers):
+            kind = type(scheduler)
+            is_torchs = kind.__module__.startswith("torch.optim.") and saved.get(f"schedules[{index}]") == kind.__name__
+            states.append(_without(scheduler.state_dict(), ("lr_lambdas",)) if is_torchs else {})
+        yield from unlike(states, schedules, "schedules")
 
     def differences(self, saved: Mapping[str, Any], schedules: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return what differs from a saved record and the saved state of the schedules: its place, and both values."""
@@ -135,6 +163,8 @@ def _advance(scheduler: Any, saved: Mapping[str, Any]) -> None:
         return
     while "last_epoch" not in saved:  # ChainedScheduler
         saved = saved["_schedulers"][0]
+    if saved["last_epoch"] > _MOST_STEPS:
+        raise CheckpointError(f"the schedule {type(scheduler).__name__} was saved after {saved['last_epoch']:,} steps.")
     for _ in range(saved["last_epoch"]):  # not at once: most of torch's compute a rate from the one before
         scheduler.step()
 
@@ -164,6 +194,10 @@ def _settings(value: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield place, value.item()
     elif value is None or isinstance(value, (bool, int, float, str)):
         yield place, value
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
 
 
 def _copied(value: Any) -> Any:
