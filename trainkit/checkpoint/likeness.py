@@ -63,7 +63,7 @@ def _fits(own: Any, saved: Any, key: str) -> bool:
 
 def _is_number(value: Any) -> bool:
     is_small = not isinstance(value, int) or abs(value) < MOST
-    return isinstance(value, Real) and type(value) is not bool and is_small
+    return isinstance(value, Real) and not isinstance(value, bool) and is_small
 
 
 def _shown(value: Any) -> str:
