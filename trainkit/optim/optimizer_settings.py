@@ -57,12 +57,9 @@ class OptimizerSettings:
         ]
         yield from unlike({"state": {}, "param_groups": groups}, optimizer, "optimizer", required=names | REQUIRED)
         for place, value in saved.items():  # no callback changes a switch
-            index, _, key = place.removeprefix("param_groups[").partition("].")
-            if (
-                isinstance(value, bool)
-                and index.isdigit()
-                and optimizer["param_groups"][int(index)].get(key) is not value
-            ):
+            number, _, key = place.removeprefix("param_groups[").partition("].")
+            group = optimizer["param_groups"][int(number)] if number.isdigit() else {key: value}
+            if isinstance(value, bool) and group.get(key) is not value:
                 yield f"optimizer.{place} is not {value}, as when it was saved"
         states = []
         for index, scheduler in enumerate(self._schedulers):
