@@ -1,5 +1,6 @@
 """A resumed run with other optimizer settings: what differs is said, and one setting chooses what counts."""
 
+import math
 from functools import partial
 
 import pytest
@@ -17,7 +18,8 @@ from torch.optim.lr_scheduler import (
 from trainkit.callbacks.checkpoint import Checkpoint
 
 from tests.seams.training import BATCH_SIZE, BOUND, MAKE_STRATEGY, STEPS, Layers, batches, difference, samples
-from trainkit import Data, LRSchedule, Trainer
+from trainkit import Data, LRSchedule, Phase, Trainer
+from trainkit.custom_loop import session
 from trainkit.errors import UserError
 
 HALF = STEPS // 2
@@ -180,3 +182,45 @@ def test_another_schedule_takes_over_at_the_step_of_the_saved_one():
 def test_an_unknown_choice_is_refused_with_the_nearest_name():
     with pytest.raises(UserError, match="Did you mean 'saved'"):
         Trainer(resume_optimizer="save")
+
+
+class TwoPhases(Layers):
+    def __init__(self, rates=(0.1, 0.2)):
+        super().__init__()
+        self.rates = rates
+
+    def configure_phases(self, total_steps):
+        phases = []
+        for name, rate, layers in zip("xy", self.rates, ([self.a, self.b], [self.c]), strict=True):
+            optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=rate)
+            phases.append(Phase(name, (optimizer, CosineAnnealingLR(optimizer, total_steps))))
+        return phases
+
+    def x_step(self, batch):
+        return super().training_step(batch)
+
+    y_step = x_step
+
+
+def test_each_phase_has_its_own_settings_in_a_resumed_run(caplog):
+    fit(TwoPhases(), STEPS // 2)
+    weights = fit(TwoPhases(rates=(0.1, 0.05)), STEPS, resume="run")
+    assert "param_groups[0].lr: 0.2 saved, 0.05 now" in caplog.text and "lr: 0.1 saved" not in caplog.text
+    task = TwoPhases()
+    optimizers = [torch.optim.SGD([*task.a.parameters(), *task.b.parameters()]), torch.optim.SGD(task.c.parameters())]
+    for step, batch in enumerate(batches()):
+        length = HALF if step < HALF else STEPS
+        for optimizer, rate in zip(optimizers, (0.1, 0.2 if step < HALF else 0.05), strict=True):
+            optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / length)) / 2
+            task.zero_grad()
+            task.x_step(batch).backward()
+            optimizer.step()
+    assert difference(weights, task.state_dict()) < BOUND
+
+
+def test_a_session_chooses_the_settings_too():
+    fit(Plain(), HALF)
+    data = Data(train=samples(), batch_size=BATCH_SIZE, shuffle=False)
+    for chosen, rate in {"saved": 0.1, "configured": 0.02}.items():
+        with session("single", Plain(lr=0.02), data, resume="run", resume_optimizer=chosen) as s:
+            assert s.run.phase_optimizer.optimizer.param_groups[0]["lr"] == rate

@@ -44,7 +44,7 @@ def resize_buffers(task: nn.Module, saved: Mapping[str, Any], names: Iterable[st
                 module._buffers[key] = None
         elif own is None:
             module._buffers[key] = torch.zeros(shape, dtype=saved[name].dtype, device=device)
-        elif own.shape != shape:
+        elif not is_lazy(own) and own.shape != shape:
             own.data = own.new_zeros(shape)  # the same object, which others may refer to
 
 

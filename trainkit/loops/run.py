@@ -409,9 +409,10 @@ class Checkpointer:
                 {"seen": [0.0, 0.0]} if isinstance(saved, dict) and saved else {} for saved in payload["spikes"]
             ],
             "callbacks": {
-                name: callback.state_dict()
+                # The callbacks may have been used in an earlier run, and a best value may be infinite.
+                name: {key: math.inf if isinstance(own, float) else own for key, own in callback.state_dict().items()}
                 for name, callback in _named(run.callbacks)
-                if type(callback).__module__.startswith("trainkit.") and name in payload["callbacks"]
+                if type(callback).__module__.startswith("trainkit.callbacks.") and name in payload["callbacks"]
             },
             "num_items": None,
             "num_moments": None,
