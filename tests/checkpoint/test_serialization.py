@@ -604,7 +604,7 @@ ALTERED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("Adam", of_group("lr", [0.1]), r"param_groups\[0\]\.lr is a value of the type list, and 0\.1"),
     ("Adam", of_group("lr", 10**400), r"param_groups\[0\]\.lr is a value of the type int"),
     ("Adam", of_group("lr", None), r"param_groups\[0\]\.lr is None"),
-    ("Adam", of_group("betas", (0.9,)), r"param_groups\[0\]\.betas is a value of the type tuple"),
+    ("Adam", of_group("betas", (0.9,)), r"param_groups\[0\]\.betas is not a list of 2 values"),
     ("Adam", of_group("params", [1, 0]), r"param_groups do not number the parameters"),
     ("momentum", of_moment(torch.zeros(1), "momentum_buffer"), r"state\[0\]\.momentum_buffer is a tensor"),
     ("Adafactor", of_moment(torch.zeros(2, 2), "row_var"), r"state\[0\]\.row_var is a tensor of the shape \(2, 2\)"),
@@ -634,7 +634,7 @@ def test_an_altered_optimizer_state_is_refused(
     name, change, message = case
     content = saved_states(name)
     change(content["optimizer"])
-    with pytest.raises(CheckpointError, match=rf"x\.pt holds a state that \w+ cannot continue from: ({message})"):
+    with pytest.raises(CheckpointError, match=rf"x\.pt holds a state that .*: (optimizer\.)?({message})"):
         resume_columns(make_trainer, name, content, tmp_path / "x.pt")
 
 

@@ -67,4 +67,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return f"{value!r:.40}" if isinstance(value, (float, str)) or value is None else type(value).__name__
+    if isinstance(value, (float, str)) or value is None:
+        return f"{value!r:.40}"
+    return f"a value of the type {type(value).__name__}"

@@ -52,7 +52,7 @@ class OptimizerSettings:
         names = {place.split(".")[1].partition("[")[0] for place in saved if place.startswith("param_groups")}
         names |= {"initial_lr"} if "schedules[0]" in saved else set()
         groups = [
-            {"params": [*range(len(group["params"]))], **_numbers(_without(group, _KERNELS))}
+            {"params": [*range(len(group["params"]))], **_settings_of(_without(group, _KERNELS))}
             for group in self._optimizer.param_groups
         ]
         yield from unlike({"state": {}, "param_groups": groups}, optimizer, "optimizer", required=names | REQUIRED)
@@ -193,8 +193,8 @@ def _settings(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, tuple))}
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
 
 
 def _copied(value: Any) -> Any:
