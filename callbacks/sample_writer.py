@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import write_optional
+from trainkit.checkpoint.files import optional_file, write_text
 from trainkit.data.batch import MicroBatch
 from trainkit.data.readers import make_reader
 from trainkit.errors import UserError, check_types
@@ -55,7 +55,10 @@ class SampleWriter(Callback):
             text = "\n".join(_lines(run.task, batch, predictions, count))
             run.log_text("samples", text)
             if run.run_dir is not None:
-                write_optional(run.run_dir / "samples" / f"step_{run.state.step:08d}.txt", f"{text}\n")
+                folder = run.run_dir / "samples"
+                with optional_file(folder):  # one warning for all of its files
+                    folder.mkdir(exist_ok=True)
+                    write_text(folder / f"step_{run.state.step:08d}.txt", f"{text}\n")
 
 
 def _lines(task: Any, batch: Any, predictions: Any, count: int) -> Iterator[str]:

@@ -158,8 +158,13 @@ def _advance(scheduler: Any, saved: Mapping[str, Any]) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         scheduler.load_state_dict({key: saved[key] for key in _PLATEAU_STATE if key in saved})
         return
-    while "last_epoch" not in saved:  # ChainedScheduler
+    while "last_epoch" not in saved and saved.get("_schedulers"):  # ChainedScheduler
         saved = saved["_schedulers"][0]
+    if "last_epoch" not in saved:
+        raise UserError(
+            f"the schedule {type(scheduler).__name__} saves no last_epoch, so it cannot continue with other settings; "
+            "set trainer.resume_optimizer=saved, or add last_epoch to its state_dict."
+        )
     if saved["last_epoch"] > _MOST_STEPS:
         raise CheckpointError(f"the schedule {type(scheduler).__name__} was saved after {saved['last_epoch']:,} steps.")
     for _ in range(saved["last_epoch"]):  # not at once: most of torch's compute a rate from the one before
