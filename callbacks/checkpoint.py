@@ -107,6 +107,7 @@ class Checkpoint(Callback):
         self._reason: str | None = None
         self._saved_step: int | None = None
         self._is_prepared = False
+        self._is_checked = False
         self._failures = 0  # in a row
         self._retry_step: int | None = None  # after which a failed save is tried again
 
@@ -138,12 +139,17 @@ class Checkpoint(Callback):
             store = run.checkpointer.store = CheckpointStore(store.folder, monitor=self.monitor)
         self._interval.start(run.state)
         self._reason = self._saved_step = None
-        self._is_prepared = False
+        self._is_prepared = self._is_checked = False
         self._forget_failures()
         if run.resumed_from:
             last = store.last() if run.is_main and store is not None else None
             is_last = last is not None and last.step == run.state.step  # else later steps are made again
             self._saved_step = run.state.step if run.strategy.comm.broadcast_object(is_last) else None
+
+    def on_epoch_start(self, run: Run) -> None:
+        if not self._is_checked:  # after `on_fit_start` of all callbacks
+            self._is_checked = True
+            run.checkpointer.check_savable()
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         if self._is_timed and self._interval.due(run.state):

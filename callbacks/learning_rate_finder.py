@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import write_optional
 from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError, check_types, nearest
 from trainkit.loops.fit_loop import make_phase_step
@@ -168,10 +168,10 @@ class LearningRateFinder(Callback):
         )
         say(f"learning rate: {result}")
         if run.run_dir is not None:
-            write_text(run.run_dir / "learning_rates.html", _page(rates, losses, best, result))
+            write_optional(run.run_dir / "learning_rates.html", _page(rates, losses, best, result))
             finite = [loss if math.isfinite(loss) else None for loss in losses]
             content = {"suggestion": best, "rates": rates, "losses": finite}
-            write_text(run.run_dir / "learning_rates.json", json.dumps(content) + "\n")
+            write_optional(run.run_dir / "learning_rates.json", json.dumps(content) + "\n")
 
 
 def _page(rates: list[float], losses: list[float], best: float | None, result: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import optional_file, write_optional
 from trainkit.errors import check_types
 from trainkit.loops.run import Run
 from trainkit.report.html import size
@@ -55,9 +55,10 @@ class MemoryReport(Callback):
         if not isinstance(error, torch.OutOfMemoryError) or run.run_dir is None:
             return
         path = Path(run.run_dir) / f"out_of_memory_rank_{run.strategy.comm.process}.txt"
-        write_text(path, out_of_memory_report(run, error))
+        write_optional(path, out_of_memory_report(run, error))
         if self._is_recording:
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+            with optional_file(path):
+                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
 
     def close(self) -> None:
         if self._is_recording:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from contextlib import ExitStack
 from threading import get_ident
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from trainkit.callback import Callback
+from trainkit.checkpoint.files import open_new, optional_file, write_optional
 from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.model.flops import FlopCount
@@ -240,7 +242,9 @@ class Profiler(Callback):
         recording.__exit__(None, None, None)
         assert run.run_dir is not None
         trace = run.run_dir / TRACE.format(rank=run.strategy.comm.process)
-        recording.export_chrome_trace(str(trace))
+        with optional_file(trace):
+            os.close(open_new(trace))
+            recording.export_chrome_trace(str(trace))
         first, last = self._first_step + self.start_step, min(run.state.step, self._first_step + self.end_step)
         operations = _operations(recording.key_averages(), on_device=on_device)
         self._record.update(
@@ -261,7 +265,7 @@ class Profiler(Callback):
 
     def _write(self, run: Run) -> None:
         if run.is_main and run.run_dir is not None and self._record:
-            (run.run_dir / RECORD).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
+            write_optional(run.run_dir / RECORD, json.dumps(self._record, indent=2) + "\n")
 
 
 def _now(run: Run) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import optional_file, write_text
 from trainkit.data.batch import MicroBatch
 from trainkit.data.readers import make_reader
 from trainkit.errors import UserError, check_types
@@ -56,8 +56,9 @@ class SampleWriter(Callback):
             run.log_text("samples", text)
             if run.run_dir is not None:
                 folder = run.run_dir / "samples"
-                folder.mkdir(exist_ok=True)
-                write_text(folder / f"step_{run.state.step:08d}.txt", f"{text}\n")
+                with optional_file(folder):  # one warning for all of its files
+                    folder.mkdir(exist_ok=True)
+                    write_text(folder / f"step_{run.state.step:08d}.txt", f"{text}\n")
 
 
 def _lines(task: Any, batch: Any, predictions: Any, count: int) -> Iterator[str]:

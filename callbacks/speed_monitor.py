@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from trainkit.callback import Callback
+from trainkit.checkpoint.files import open_to_append, optional_file
 from trainkit.errors import check_types
 from trainkit.loops.run import Run
 from trainkit.loops.step_timer import StepTimer
@@ -46,6 +48,7 @@ class SpeedMonitor(Callback):
         self.log_step_times = log_step_times
         self.log_hours = log_hours
         self._timer: StepTimer | None = None
+        self._path = Path(FILENAME)
         self._file: int | None = None
         # Since the last log point.
         self._start = self._evaluation_seconds = self._waited = 0.0
@@ -61,7 +64,9 @@ class SpeedMonitor(Callback):
             assert run.loader is not None
             self._timer = run.step_timer = StepTimer(run.strategy, run.precision, run.loader)
             if run.is_main and run.run_dir is not None:
-                self._file = os.open(run.run_dir / FILENAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                self._path = run.run_dir / FILENAME
+                with optional_file(self._path):
+                    self._file = open_to_append(self._path)
         if self.log_hours and run.resumed_from is None:
             self._all_evaluation_seconds = 0.0
         self._start_interval(run, time.monotonic())
@@ -151,7 +156,8 @@ class SpeedMonitor(Callback):
             line["memory"]["device"] = run.peak_memory.between_logs(run.state.step)
         if self._evaluation_seconds:
             line["evaluation"] = round(self._evaluation_seconds, 7)
-        os.write(self._file, f"{json.dumps(line)}\n".encode())
+        with optional_file(self._path):
+            os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 
 def _bottleneck(fraction: float, num_workers: int) -> str:

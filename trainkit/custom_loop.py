@@ -20,6 +20,7 @@ from trainkit.loops.run import Run
 from trainkit.loops.worker import evaluation_loop, prepare_fit, run_on_rank
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
+from trainkit.optim.optimizer_settings import ResumeOptimizer
 from trainkit.storage import local_path
 from trainkit.strategy import StartsRanks, Strategy
 from trainkit.task import TaskModule
@@ -38,6 +39,7 @@ def session(
     max_grad_value: float | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
     skip_grad_norm_factor: float | None = None,
+    resume_optimizer: ResumeOptimizer = "configured",
     seed: int = 0,
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
@@ -65,6 +67,7 @@ def session(
         on_nonfinite: `skip` skips steps whose gradient is not finite, as in the Trainer; `raise` only refuses to save
             weights that are not finite: the loop checks losses.
         skip_grad_norm_factor: As in the Trainer.
+        resume_optimizer: As in the Trainer.
         seed: As in the Trainer.
         run_dir: The folder for the checkpoints of `save`.
         resume: A run folder or a checkpoint to resume.
@@ -83,6 +86,7 @@ def session(
         max_grad_value=max_grad_value,
         on_nonfinite=on_nonfinite,
         skip_grad_norm_factor=skip_grad_norm_factor,
+        resume_optimizer=resume_optimizer,
         seed=seed,
         num_sanity_batches=0,
         callbacks=[],

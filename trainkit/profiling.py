@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import write_optional
 
 FILENAME = "timeline.json"
 KINDS = ("forward", "backward", "communication", "blocked", "wait", "optimizer")
@@ -92,8 +92,7 @@ class Timeline:
         tracks = [Track(track.name, [shifted(span) for span in track.spans]) for track in self.tracks]
         figures = [figure for figure in self.figures if math.isfinite(figure.value)]
         content = {"version": _VERSION, **asdict(replace(self, tracks=tracks, figures=figures))}
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FILENAME, json.dumps(content) + "\n")
+        write_optional(folder / FILENAME, json.dumps(content) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class TrainState:
             "position": self.position,
             "samples": self.samples,
             "seconds": self.own_seconds,
-            "metrics": dict(self.metrics),
+            "metrics": {name: float(value) for name, value in self.metrics.items()},
             "evaluation_due": self.evaluation_due,
             "skipped_steps": sorted(self.skipped_steps),
             "micro_batch_size": self.micro_batch_size,

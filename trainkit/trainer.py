@@ -12,11 +12,13 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit import registry
 from trainkit.callback import Callback
+from trainkit.checkpoint.resized_buffers import resize_buffers
 from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import TYPES, Stopped, UserError, check_types
@@ -28,6 +30,7 @@ from trainkit.model.deferred_init import is_deferred, make_real, records_of
 from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
+from trainkit.optim.optimizer_settings import ResumeOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.run_dir.console import say
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
@@ -86,6 +89,8 @@ class Trainer:
         max_rollbacks: Number of rollbacks before the run fails.
         skip_grad_norm_factor: Skip a step if its gradient norm exceeds this multiple of the running average. None
             disables it.
+        resume_optimizer: The settings of optimizer and schedules that count in a resumed run if they differ: those that
+            the task's `configure_optimizers` makes now (`configured`), or those that were `saved`.
         num_sanity_batches: Validation batches to run before training.
         limit_train_batches: Maximum number of global batches in an epoch.
         limit_validation_batches: Maximum number of global batches in a validation.
@@ -132,6 +137,7 @@ class Trainer:
         on_nonfinite: NonfinitePolicy = "raise",
         max_rollbacks: int = 3,
         skip_grad_norm_factor: float | None = None,
+        resume_optimizer: ResumeOptimizer = "configured",
         num_sanity_batches: int = 2,
         limit_train_batches: int | None = None,
         limit_validation_batches: int | None = None,
@@ -174,6 +180,7 @@ class Trainer:
             on_nonfinite=on_nonfinite,
             max_rollbacks=max_rollbacks,
             skip_grad_norm_factor=skip_grad_norm_factor,
+            resume_optimizer=resume_optimizer,
             num_sanity_batches=num_sanity_batches,
             limits={
                 "train": limit_train_batches,
@@ -308,6 +315,8 @@ class Trainer:
         if is_deferred(task):
             make_real(task)
         self.fit_config.precision.prepare(task)  # to the type that the ranks trained in
+        names = set(weights).difference(name for name, _ in task.named_parameters(remove_duplicate=False))
+        resize_buffers(task, weights, names, torch.device("cpu"))
         has_no_memory = any(parameter.is_meta for parameter in task.parameters())
         task.load_state_dict(weights, assign=has_no_memory)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.files import write_optional
 from trainkit.profiling import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
 from trainkit.profiling import Timeline as DrawnTimeline
 
@@ -234,8 +235,7 @@ class Timeline:
 
     def write(self, path: Path) -> None:
         """Write the trace to `path`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.trace()))
+        write_optional(path, json.dumps(self.trace()))
 
     def steady_steps(self) -> list[StepTimes]:
         """Return the steps without the first, which is reduced at its end only."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from trainkit.checkpoint.files import write_optional
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
@@ -217,8 +218,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             )
             logger.info("fsdp:\n%s", plan)
             if self.log_dir is not None:
-                self.log_dir.mkdir(parents=True, exist_ok=True)
-                (self.log_dir / "partition.txt").write_text(f"{plan}\n", encoding="utf-8")
+                write_optional(self.log_dir / "partition.txt", f"{plan}\n")
         for unit in units:
             _check_one_dtype(unit.name, unit.module, [other.module for other in units if other is not unit])
         mesh = make_mesh(

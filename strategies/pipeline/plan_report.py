@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainkit.checkpoint.files import write_optional
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .graph import TracedGraph
@@ -144,9 +145,8 @@ WORTH_ADVICE = 0.10  # of all ranks' time: idle beyond what the schedule itself 
 
 def write_plan(plan: PlanReport, folder: Path) -> None:
     """Write `partition.txt` and `partition.json` to the run folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "partition.txt").write_text(f"{plan}\n\n{draw_stages(plan)}\n", encoding="utf-8")
-    (folder / "partition.json").write_text(json.dumps(asdict(plan), indent=2) + "\n", encoding="utf-8")
+    write_optional(folder / "partition.txt", f"{plan}\n\n{draw_stages(plan)}\n")
+    write_optional(folder / "partition.json", json.dumps(asdict(plan), indent=2) + "\n")
 
 
 def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: float) -> None:

@@ -71,7 +71,7 @@ def test_key_that_needs_code_to_be_read_is_refused_with_its_place() -> None:
         plain({"a": {Level.HIGH: 1}})
 
 
-def test_numpy_values_become_python_values_and_tensors(tmp_path: Path) -> None:
+def test_numpy_values_come_back_and_keys_become_python_values(tmp_path: Path) -> None:
     array = np.arange(6, dtype=np.uint8).reshape(2, 3)[:, ::-1]
     payload = {
         "best": np.float64(0.5), "flag": np.bool_(True), "count": np.int32(3), np.int64(7): 1,
@@ -79,10 +79,11 @@ def test_numpy_values_become_python_values_and_tensors(tmp_path: Path) -> None:
     }  # fmt: skip
     store = CheckpointStore(tmp_path)
     loaded = store.load(store.save(payload, name="a", step=0, epoch=0))
-    assert [type(loaded[key]) for key in ("best", "flag", "count", "text")] == [float, bool, int, str]
+    kinds = [type(loaded[key]) for key in ("best", "flag", "count", "text")]
+    assert kinds == [np.float64, np.bool_, np.int32, str]
     assert (loaded["best"], loaded["flag"], loaded["count"], loaded[7], loaded["text"]) == (0.5, True, 3, 1, "a")
     assert loaded["array"].tolist() == array.tolist()
-    assert loaded["words"].dtype == torch.uint32
+    assert loaded["words"].dtype == np.uint32
     array[:] = 0
     assert loaded["array"].sum() == 15
 
@@ -450,7 +451,7 @@ def test_a_counter_of_another_kind_is_named(resume_altered: Any, counters: dict[
     ],
 )
 def test_state_that_cannot_be_restored_is_refused(resume_altered: Any, section: str, value: object) -> None:
-    with pytest.raises(CheckpointError, match=r"altered\.pt holds a state that cannot be restored \("):
+    with pytest.raises(CheckpointError, match=r"altered\.pt holds a state that cannot be restored"):
         resume_altered(section, value)
 
 
@@ -603,7 +604,7 @@ ALTERED: list[tuple[str, Callable[[Any], Any], str]] = [
     ("Adam", of_group("lr", [0.1]), r"param_groups\[0\]\.lr is a value of the type list, and 0\.1"),
     ("Adam", of_group("lr", 10**400), r"param_groups\[0\]\.lr is a value of the type int"),
     ("Adam", of_group("lr", None), r"param_groups\[0\]\.lr is None"),
-    ("Adam", of_group("betas", (0.9,)), r"param_groups\[0\]\.betas is a value of the type tuple"),
+    ("Adam", of_group("betas", (0.9,)), r"param_groups\[0\]\.betas is not a list of 2 values"),
     ("Adam", of_group("params", [1, 0]), r"param_groups do not number the parameters"),
     ("momentum", of_moment(torch.zeros(1), "momentum_buffer"), r"state\[0\]\.momentum_buffer is a tensor"),
     ("Adafactor", of_moment(torch.zeros(2, 2), "row_var"), r"state\[0\]\.row_var is a tensor of the shape \(2, 2\)"),
@@ -633,7 +634,7 @@ def test_an_altered_optimizer_state_is_refused(
     name, change, message = case
     content = saved_states(name)
     change(content["optimizer"])
-    with pytest.raises(CheckpointError, match=rf"x\.pt holds a state that \w+ cannot continue from: ({message})"):
+    with pytest.raises(CheckpointError, match=rf"x\.pt holds a state that .*: (optimizer\.)?({message})"):
         resume_columns(make_trainer, name, content, tmp_path / "x.pt")
 
 

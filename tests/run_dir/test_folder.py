@@ -62,7 +62,7 @@ def test_a_file_system_that_refuses_is_named(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("pathlib.Path.touch", refuse)
+    monkeypatch.setattr("trainkit.run_dir.folder.TemporaryFile", refuse)
     with pytest.raises(UserError, match=r"cannot be written to \(Read-only file system\); set run_dir"):
         make_run_dir(tmp_path / "mine")
 

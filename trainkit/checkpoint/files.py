@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import resource
 import shutil
@@ -34,6 +35,8 @@ _BLOCK_BYTES = 1 << 20  # read and hashed at once
 _SLICE_BYTES = 4 << 20  # of a large tensor: the hashing thread starts before all of it is written
 _WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
+
+logger = logging.getLogger(__name__)
 
 
 class FileDigest(NamedTuple):
@@ -99,7 +102,7 @@ def write_payload(part: Path, payload: dict[str, Any]) -> FileDigest:
 
     Raises OSError, with what was written so far in `part`.
     """
-    with open(part, "wb", buffering=0) as raw:
+    with open(open_new(part), "wb", buffering=0) as raw:
         file = HashedFile(raw.fileno())
         hashing = start_thread(lambda: file.hash(part, fastest_algorithm()))
         try:
@@ -118,11 +121,41 @@ def write_payload(part: Path, payload: dict[str, Any]) -> FileDigest:
         return hashing.result()
 
 
+def open_new(path: Path) -> int:
+    """Return a descriptor to write a file that did not exist: what a link at its name points to stays as it is."""
+    while True:
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # which follows no link
+        except FileExistsError:
+            path.unlink(missing_ok=True)
+
+
+def open_to_append(path: Path) -> int:
+    """Return a descriptor that appends to a file; raises OSError if it is a link."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+@contextmanager
+def optional_file(path: Path) -> Iterator[None]:
+    """Log a disk error of the block, once for each file: it writes a file that training does not need."""
+    try:
+        yield
+    except OSError as error:
+        _warn_once(path, reason(error))
+
+
+def write_optional(path: Path, text: str) -> None:
+    """Replace the content of a file that training does not need, and make its folder; a disk error is a warning."""
+    with optional_file(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the content of `path` atomically; after the call it is on the disk."""
     part = part_of(path)
     try:
-        with open(part, "wb", buffering=0) as raw:
+        with open(open_new(part), "wb", buffering=0) as raw:
             _write_all(raw.fileno(), memoryview(text.encode()))
             sync(raw.fileno())
         move(part, path)
@@ -279,6 +312,8 @@ def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
         filelock.Timeout: Another process or thread still holds the lock.
 
     """
+    if path.is_symlink():  # on which a lock cannot be had; it is not one of ours
+        path.unlink(missing_ok=True)
     lock = FileLock(path, mode=0o600, poll_interval=_POLL_SECONDS)
     try:
         lock.acquire(timeout)
@@ -317,6 +352,11 @@ class _Hasher:
     def digest(self) -> FileDigest:
         """Return the size and the hash."""
         return FileDigest(self.size, f"{self._algorithm}:{self._hash.hexdigest()}")
+
+
+@cache
+def _warn_once(path: Path, why: str) -> None:
+    logger.warning("%s cannot be written (%s); training goes on without it.", path, why)
 
 
 def _new_hash(algorithm: str) -> Any:

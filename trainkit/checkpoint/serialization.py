@@ -30,6 +30,8 @@ FORMAT_VERSION = 2
 """1: one file for each checkpoint; 2: shards beside it."""
 HEADER = "trainkit_checkpoint"
 """The key under which a checkpoint file holds its own metadata."""
+NUMPY = "trainkit_numpy"
+"""The key under which a file holds, as a tensor, an array (`array`) or a number (`scalar`) of numpy."""
 NAMES_SHOWN = 10  # of a list in a message
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 """A checkpoint's name."""
@@ -97,7 +99,7 @@ def check_name(name: str) -> None:
 
 
 def plain(payload: dict[str, Any]) -> dict[str, Any]:
-    """Return the payload in the form that is saved: without numpy's types, each tensor with its own bytes only.
+    """Return the payload in the form that is saved: numpy's types marked as such, each tensor with its own bytes only.
 
     A view of a larger storage (a gradient bucket, a fusion buffer) is copied, since `torch.save` would write all of the
     storage; tensors that share their bytes share the copy. Raises UserError with the place of a value that could not
@@ -145,6 +147,8 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
         content: dict[str, Any] = _unpickled(path, verified=saved is not None)
         header = _header_of(content, path)
         _check_is_tree(content, path)
+        with refuse_altered_state(str(path)):
+            _with_numpy(content)
     shards = [ShardFile(**shard) for shard in header.get("shards", ())]
     if not shards:
         return content
@@ -263,12 +267,14 @@ def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, Any], wher
         if unexpected:
             lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
         raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
+    kinds = (Tensor, StoredTensor)
+    wrong = [key for key, value in expected.items() if isinstance(value, Tensor) and not isinstance(found[key], kinds)]
+    if wrong:
+        raise CheckpointError(f"{where} has values that are not tensors: {first_names(wrong)}.")
     differing = [
         f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
         for key, tensor in expected.items()
-        if isinstance(tensor, Tensor)
-        and isinstance(found[key], (Tensor, StoredTensor))
-        and found[key].shape != tensor.shape
+        if isinstance(tensor, Tensor) and found[key].shape != tensor.shape
     ]
     if differing:
         shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])
@@ -311,6 +317,8 @@ class PayloadVisitor:
     def __init__(self, take: Callable[[Tensor, str], Tensor]) -> None:
         self._take = take
         self._open: set[int] = set()
+        # Alive until all is converted, or two of them could be taken for one at the same address.
+        self._arrays: list[Tensor] = []
 
     def convert(self, value: Any, place: str = "") -> Any:
         """Return the value with its tensors replaced by `take`; raises UserError for a value that cannot be saved."""
@@ -326,6 +334,11 @@ class PayloadVisitor:
             return tuple(value)
         return self._numpy(value, place)
 
+    def _hashable(self, value: Any, place: str) -> Any:
+        """Return a key or an element of a set: a number of numpy's as Python's, which is equal to it."""
+        converted = self.convert(value, place)
+        return value.item() if type(converted) is dict else converted
+
     def _container(self, value: Any, place: str) -> Any:
         if id(value) in self._open:
             raise UserError(f"The checkpoint's value at '{place}' contains itself and cannot be saved.")
@@ -333,7 +346,8 @@ class PayloadVisitor:
         try:
             if type(value) in _MAPPINGS:
                 return self._mapping(value, place)
-            return type(value)([self.convert(item, f"{place}[{index}]") for index, item in enumerate(value)])
+            convert = self._hashable if type(value) is set else self.convert
+            return type(value)([convert(item, f"{place}[{index}]") for index, item in enumerate(value)])
         finally:
             self._open.discard(id(value))
 
@@ -344,7 +358,7 @@ class PayloadVisitor:
             # The place after a key is its name, so a key is never a tensor.
             if isinstance(key, Tensor):
                 raise _not_plain(key, f"{inner} (the key)")
-            plain_key = self.convert(key, f"{inner} (the key)")
+            plain_key = self._hashable(key, f"{inner} (the key)")
             converted[plain_key] = self.convert(item, inner)
         versions = getattr(value, "_metadata", None)  # of a module's state dict: load_state_dict reads it
         if versions is not None:
@@ -354,11 +368,13 @@ class PayloadVisitor:
     def _numpy(self, value: Any, place: str) -> Any:
         import numpy as np
 
-        if isinstance(value, np.generic) and type(value.item()) in _PLAIN:
+        if isinstance(value, (np.str_, np.bytes_)):
             return value.item()
-        if type(value) is np.ndarray:
-            with suppress(TypeError):  # of Python objects
-                return self._take(torch.from_numpy(value.copy()), place)
+        if type(value) is np.ndarray or isinstance(value, np.generic):
+            kind = "array" if type(value) is np.ndarray else "scalar"
+            with suppress(TypeError, ValueError):  # of Python objects, dates, the other byte order
+                self._arrays.append(torch.from_numpy(np.array(value, order="C")))
+                return {NUMPY: kind, "value": self._take(self._arrays[-1], place)}
         raise _not_plain(value, place)
 
 
@@ -456,6 +472,20 @@ def _unpickled(path: Path, *, verified: bool) -> Any:
         # An altered archive makes torch raise errors of any kind.
         kind, what = (CheckpointError, "cannot be read") if verified else (DamagedCheckpoint, "is damaged")
         raise kind(f"{path} {what}: {first_line(error)}.") from error
+
+
+def _with_numpy(value: Any) -> Any:
+    """Return the content of a file with the arrays and numbers of numpy's that were saved; changes its containers."""
+    if type(value) in _MAPPINGS:
+        tensor = value.get("value") if NUMPY in value else None
+        if isinstance(tensor, Tensor):
+            array = tensor.clone().numpy()  # not of the file, which a later save may replace
+            return array if value[NUMPY] == "array" else array[()]
+        for key, item in value.items():
+            value[key] = _with_numpy(item)
+    elif type(value) is list:
+        value[:] = map(_with_numpy, value)
+    return tuple(map(_with_numpy, value)) if type(value) is tuple else value
 
 
 def _is_number(value: object) -> bool:

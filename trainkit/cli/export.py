@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainkit.checkpoint.frozen_weights import FROZEN, check_frozen, completed
+from trainkit.checkpoint.resized_buffers import RESIZED, resize_buffers
 from trainkit.checkpoint.serialization import saved_weights
 from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
 from trainkit.checkpoint.store import load_from
@@ -198,7 +199,9 @@ def _trained(settings: Settings, path: Path) -> tuple[RunComponents, int]:
     record, own = loaded.payload.get(FROZEN) or None, run.task.state_dict()
     if record is not None:
         check_frozen(record, own, str(path))
-    run.task.load_state_dict(in_memory(completed(saved_weights(loaded.payload, str(path)), record, own)))
+    saved = completed(saved_weights(loaded.payload, str(path)), record, own)
+    resize_buffers(run.task, saved, loaded.payload.get(RESIZED, ()), torch.device("cpu"))
+    run.task.load_state_dict(in_memory(saved))
     return run, loaded.entry.step
 
 

@@ -29,6 +29,7 @@ def report(arguments: Arguments) -> int:
     from trainkit.report.record import read_run
     from trainkit.report.run_report import COMPARISON, REPORT, run_report, write_page
     from trainkit.report.sweep_report import SWEEP, sweep_report
+    from trainkit.run_dir.folder import check_writable
 
     try:
         if len(folders) == 1 and (folders[0] / SWEEP).is_file():
@@ -47,7 +48,9 @@ def report(arguments: Arguments) -> int:
     except DAMAGED_TEXT as error:
         where = " or ".join(map(str, folders))
         raise UserError(f"a file in {where} is not what a run writes: {type(error).__name__}: {error}.") from error
-    print(write_page(page, path if out is None else local_path(out, what="out")))
+    target = path if out is None else local_path(out, what="out")
+    check_writable(target)
+    print(write_page(page, target))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from hydra.utils import instantiate
 from torch import nn
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import move, part_of, sync
+from trainkit.checkpoint.files import move, open_new, part_of, sync
 from trainkit.checkpoint.store import CHECKPOINTS, load_from, resolve
 from trainkit.cli.compose import (
     CONFIG_FILE,
@@ -43,11 +44,11 @@ from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
 from trainkit.run_dir.console import printable
-from trainkit.run_dir.folder import choose_run_dir
+from trainkit.run_dir.folder import check_writable, choose_run_dir
 from trainkit.run_dir.remote_run import fetch, find_remote_run
 from trainkit.run_dir.resume_auto import find_run_to_resume
 from trainkit.signals import EXIT_CODES
-from trainkit.storage import is_url, working_folder
+from trainkit.storage import is_url, local_path, working_folder
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
@@ -102,8 +103,16 @@ def test(arguments: Arguments) -> int:
 
 
 def predict(arguments: Arguments) -> int:
-    """Write `predictions.pt` into the run's folder."""
-    return _evaluate(arguments, Trainer.predict, report=_write_predictions)
+    """Write `predictions.pt` into the run's folder, or the file `out=`."""
+    out = arguments.take("out")
+
+    def path_in(folder: Path) -> Path:
+        return folder / "predictions.pt" if out is None else local_path(out, what="out")
+
+    def write(predictions: Any, folder: Path) -> None:
+        _write_predictions(predictions, path_in(folder))
+
+    return _evaluate(arguments, Trainer.predict, report=write, check=lambda folder: check_writable(path_in(folder)))
 
 
 # ---- Training
@@ -256,12 +265,19 @@ def settings_of_run(arguments: Arguments, path: Path) -> Settings:
         return composer.settings(arguments.overrides)
 
 
-def _evaluate(arguments: Arguments, method: Callable[..., Any], *, report: Callable[[Any, Path], None]) -> int:
+def _evaluate(
+    arguments: Arguments,
+    method: Callable[..., Any],
+    *,
+    report: Callable[[Any, Path], None],
+    check: Callable[[Path], None] = lambda folder: None,
+) -> int:
     path = checkpoint_path(arguments)
     settings = settings_of_run(arguments, path)
     if arguments.cfg:
         return show_config(settings, arguments)
     resolve(path)  # raises if there is none; the trainer gets the folder, to skip damaged checkpoints
+    check(run_folder_of(path))
     run = assemble(settings, run_dir=None, loggers=False)
     try:
         outcome = method(run.trainer, run.task, run.data, checkpoint=path)
@@ -295,8 +311,7 @@ def _print_metrics(metrics: dict[str, float], folder: Path) -> None:
         print(f"{name:<{width}}  {value:.6g}")
 
 
-def _write_predictions(predictions: Any, folder: Path) -> None:
-    path = folder / "predictions.pt"
+def _write_predictions(predictions: Any, path: Path) -> None:
     with whole_file(path) as part:
         torch.save(predictions, part)
     described = f"{len(predictions)} predictions" if hasattr(predictions, "__len__") else "predictions"
@@ -311,6 +326,7 @@ def whole_file(out: Path) -> Iterator[Path]:
     part = part_of(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        os.close(open_new(part))  # not through a link, as in a folder of others
         yield part
         with open(part, "rb") as file:
             sync(file.fileno())

@@ -25,6 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from trainkit.checkpoint.files import write_text
 from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, settings_of
 from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
 from trainkit.cli.overrides import Overrides
@@ -258,7 +259,7 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObject
 
 
 def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def _result(outcome: JobOutcome) -> str:

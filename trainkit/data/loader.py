@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, count, islice
 from typing import Any
 
@@ -188,6 +189,10 @@ class BatchLoader(ABC):
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return the saved state of an iterable dataset after `position` items; empty if it has none."""
+        return {}
+
+    def first_state(self) -> dict[str, Any]:
+        """Return the state of an iterable dataset before it is read; empty if it has none."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -413,6 +418,11 @@ class IterableBatchLoader(BatchLoader):
 
     def state_dict(self, position: int) -> dict[str, Any]:
         return {"position": position, **self._states[position]} if position in self._states else {}
+
+    def first_state(self) -> dict[str, Any]:
+        with suppress(Exception):  # a dataset may have a state only while it is read
+            return {"dataset": state_of(self._dataset)} if self._keeps_position else {}
+        return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._restored = saved

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from trainkit.checkpoint.files import open_to_append, optional_file
 from trainkit.errors import Stopped, UserError
 
 MAX_OPEN_ROWS = 12  # that a display may still change; earlier ones are written
@@ -28,18 +29,20 @@ _TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r]+)|\x1b"
 
 def keep_log(folder: Path, *, rank: int) -> LogPage:
     """Redirect this process's output to the rank's log, on rank 0 in addition to the terminal; return the log."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{rank}.log"
+    with optional_file(path):
+        folder.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     if rank == 0:
         page = LogPage(path)
         sys.stdout, sys.stderr = _TeeStream(sys.stdout, page), _TeeStream(sys.stderr, page)
         return page
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(fd, 1)  # includes the output of libraries written in C
-    os.dup2(fd, 2)
-    os.close(fd)
+    with optional_file(path):
+        fd = open_to_append(path)
+        os.dup2(fd, 1)  # includes the output of libraries written in C
+        os.dup2(fd, 2)
+        os.close(fd)
     return LogPage(path)
 
 
@@ -52,7 +55,7 @@ def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
     path = folder / f"rank_{rank}.log"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
+        os.close(open_to_append(path))
     except OSError:
         yield
         return
@@ -123,7 +126,7 @@ class LogPage:
             return
         with suppress(OSError):  # a full disk or a removed folder must not make a print fail
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8", errors="replace") as file:
+            with open(open_to_append(self.path), "a", encoding="utf-8", errors="replace") as file:
                 file.writelines(f"{row.rstrip()}\n" for row in self._rows[:count])
         self._rows = self._rows[count:]
         self._row = max(0, self._row - count)

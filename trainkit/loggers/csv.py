@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import open_to_append, write_text
 from trainkit.logger import Logger, check_inside_run_dir
 
 
@@ -36,7 +36,7 @@ class CsvLogger(Logger):
         kept = [row for row in rows if int(row[0]) <= step]
         if is_damaged or len(kept) < len(rows) or not self._path.exists():
             write_text(self._path, _text([self._columns, *kept]))
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = open_to_append(self._path)
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         assert self._file is not None
@@ -55,7 +55,7 @@ class CsvLogger(Logger):
         self._columns = [*columns, *names]
         write_text(self._path, _text([self._columns, *([*row, *[""] * len(names)] for row in rows)]))
         self.close()
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = open_to_append(self._path)
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]], bool]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import open_to_append, write_text
 from trainkit.logger import Logger, check_inside_run_dir
 
 
@@ -34,7 +34,7 @@ class JsonlLogger(Logger):
         self.close()
         path = folder / self.filename
         _truncate(path, step=step)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = open_to_append(path)
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         assert self._file is not None

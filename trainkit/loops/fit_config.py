@@ -13,6 +13,7 @@ from trainkit.logger import Logger
 from trainkit.model.compile import Compilation
 from trainkit.model.transforms import ModelTransforms, check_patterns
 from trainkit.optim.optimizer import GradientClipping
+from trainkit.optim.optimizer_settings import ResumeOptimizer
 from trainkit.optim.precision import Precision
 
 NonfinitePolicy = Literal["raise", "skip", "stop", "rollback"]
@@ -40,6 +41,7 @@ class FitConfig:
     on_nonfinite: NonfinitePolicy
     max_rollbacks: int
     skip_grad_norm_factor: float | None
+    resume_optimizer: ResumeOptimizer
     num_sanity_batches: int
     limits: Mapping[str, int | None]
     """Global batches at most, by stage: `train`, `validation`, `test`, `predict`."""
@@ -61,6 +63,11 @@ class FitConfig:
             raise UserError(
                 f"on_nonfinite={self.on_nonfinite!r} is unknown.{nearest(self.on_nonfinite, policies)} "
                 "Choose raise, skip, stop or rollback."
+            )
+        if self.resume_optimizer not in get_args(ResumeOptimizer):
+            raise UserError(
+                f"resume_optimizer={self.resume_optimizer!r} is unknown."
+                f"{nearest(self.resume_optimizer, get_args(ResumeOptimizer))} Choose configured or saved."
             )
         _check_count("max_rollbacks", self.max_rollbacks)
         factor = self.skip_grad_norm_factor

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,16 +14,18 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainkit.checkpoint.resized_buffers import RESIZED, Shapes, resize_buffers, resized_names, without_custom_loading
 from trainkit.data.batch import BatchPlan
 from trainkit.data.data import Data
 from trainkit.data.loader import BatchLoader
-from trainkit.errors import UserError
+from trainkit.errors import CheckpointError, UserError
 from trainkit.logger import Logger
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.optimizer_settings import ResumeOptimizer, difference_text
 from trainkit.optim.precision import Precision
 from trainkit.rng import rng_state, seed_everything, set_rng_state
 from trainkit.signals import StopSignals
@@ -251,8 +254,12 @@ class Checkpointer:
         self._run = run
         self._writer: AsyncWriter | None = None
         self._sharded_writer: ShardedWriter | None = None
+        self.resume_optimizer: ResumeOptimizer = "configured"
+        """The settings of optimizers that count if those that were saved differ."""
         self.trainable_only = False
         """True if parameters that do not train are not saved, only their hash."""
+        self.first_buffers: Shapes = {}
+        """The shapes of the buffers before the run was restored; those that training changes are listed."""
         self._frozen: tuple[frozenset[str], dict[str, Any]] = frozenset(), {}  # names, and what is saved of them
 
     @cached_property
@@ -340,8 +347,8 @@ class Checkpointer:
 
     # ---- Restoring
 
-    def restore(self, payload: dict[str, Any], *, where: str) -> None:
-        """Restore the run from a checkpoint that any strategy wrote; collective.
+    def restore(self, payload: dict[str, Any], *, where: str, is_new: bool = False) -> None:
+        """Restore the run, which `is_new` unless it is rolled back, from a checkpoint of any strategy; collective.
 
         Random generators continue exactly on the layout that was saved, and from a new seed on another. Raises
         UserError if the checkpoint is another task's.
@@ -352,11 +359,16 @@ class Checkpointer:
         assert run.loader is not None
         self.load_weights(payload, where=where)
         saved = _saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
+        for phase_optimizer, (optimizer, schedules) in zip(run.phase_optimizers, saved, strict=True):
+            phase_optimizer.check_saved(optimizer, schedules, where=where)
+        problem = next(self._unlike(payload, saved), None) if is_new else None
+        if problem is not None:
+            raise CheckpointError(f"{where} holds a state that cannot be restored: {problem}.")
         restored = zip(run.phase_optimizers, saved, payload["spikes"], strict=True)
         for phase_optimizer, (optimizer, schedules), spikes in restored:
-            phase_optimizer.check_saved(optimizer, schedules, where=where)
-            strategy.load_optimizer_state_dict(run.task, phase_optimizer, optimizer)
-            phase_optimizer.load_schedule_state(schedules)
+            state = self._with_settings(phase_optimizer, optimizer, schedules, payload.get("settings", {}))
+            strategy.load_optimizer_state_dict(run.task, phase_optimizer, state)
+            phase_optimizer.settings.check_length(run.max_steps, phase_optimizer.schedules)
             if phase_optimizer.spikes is not None:
                 phase_optimizer.spikes.load_state_dict(spikes)
         strategy.load_strategy_state(payload.get("strategy", {}))
@@ -383,6 +395,52 @@ class Checkpointer:
         if payload.get("batch_size") is not None:
             run.reference_batch_size = ReferenceBatchSize(payload["batch_size"], "the resumed run")
 
+    def _unlike(self, payload: dict[str, Any], saved_by_phase: list[tuple[Any, Any]]) -> Iterator[str]:
+        """Yield what in a state of torch or of trainkit is unlike that of this run, which is new."""
+        from trainkit.checkpoint.likeness import unlike
+
+        run, phases = self._run, self._run.phase_optimizers
+        own = {
+            "state": run.state.state_dict(),
+            "rng": [rng_state(devices=False)] * len(payload["rng"]),
+            "means": {name: [math.inf, math.inf] for name in payload.get("means", {})},  # a metric may be NaN
+            "scaler": run.precision.state_dict() if run.precision.scaler is not None and payload["scaler"] else {},
+            "spikes": [
+                {"seen": [0.0, 0.0]} if isinstance(saved, dict) and saved else {} for saved in payload["spikes"]
+            ],
+            "callbacks": {
+                # The callbacks may have been used in an earlier run, and a best value may be infinite.
+                name: {key: math.inf if isinstance(own, float) else own for key, own in callback.state_dict().items()}
+                for name, callback in _named(run.callbacks)
+                if type(callback).__module__.startswith("trainkit.callbacks.") and name in payload["callbacks"]
+            },
+            "num_items": None,
+            "num_moments": None,
+        }
+        yield from unlike(own, payload, "payload")
+        for phase_optimizer, (optimizer, schedules) in zip(phases, saved_by_phase, strict=True):
+            settings = payload.get("settings", {})
+            settings = settings.get(phase_optimizer.phase, {}) if phase_optimizer.phase else settings
+            yield from unlike(dict.fromkeys(settings), settings, "settings")
+            yield from phase_optimizer.settings.unlike(optimizer, schedules, saved=settings)
+        if payload.get("num_moments") not in (None, _num_values(payload["optimizer"], phases)):
+            yield "values are missing in the state of the optimizer"
+
+    def _with_settings(
+        self, phase_optimizer: PhaseOptimizer, optimizer: dict[str, Any], schedules: list[Any], saved: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the optimizer's state with the settings that count; the schedules are restored. Warns of others."""
+        settings = phase_optimizer.settings
+        saved = saved.get(phase_optimizer.phase, {}) if phase_optimizer.phase else saved
+        differing = settings.differences(saved, schedules)
+        if differing and self._run.is_main:
+            logger.warning("%s", difference_text(differing, self.resume_optimizer))
+        if differing and self.resume_optimizer == "configured":
+            return settings.advanced(optimizer, schedules, saved=saved, differing=differing)
+        settings.check_schedules(saved)
+        phase_optimizer.load_schedule_state(schedules)
+        return optimizer
+
     def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
         """Load a checkpoint's parameters and buffers into the task; raises UserError if they are another task's.
 
@@ -395,13 +453,24 @@ class Checkpointer:
         saved, own = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict(keep_vars=True)
         if payload.get(FROZEN):
             saved = completed(saved, payload[FROZEN], own)
-        check_state_dict(own, saved, where)
+        # A rollback may go back to a step before they were resized.
+        unchanged = [
+            name for name, shape in self.first_buffers.items() if shape == getattr(saved.get(name), "shape", None)
+        ]
+        resize_buffers(task, saved, [*payload.get(RESIZED, ()), *unchanged], strategy.device)
+        own = task.state_dict()
+        check_state_dict(without_custom_loading(task, own), without_custom_loading(task, saved), where)
         if payload.get(FROZEN):
             with same_errors(strategy.comm):
                 state = strategy.state_dict(task)
                 if strategy.comm.is_main:
                     check_frozen(payload[FROZEN], state, where)
-        strategy.load_state_dict(task, saved)
+        try:
+            strategy.load_state_dict(task, saved)
+        except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):  # torch's, of keys and shapes
+                raise
+            raise CheckpointError(f"{where} does not fit the task under {type(strategy).__name__}: {error}") from error
 
     def restore_rng(self, payload: dict[str, Any]) -> None:
         """Restore the random generators if the layout of ranks and micro-batches is that of the checkpoint.
@@ -420,8 +489,12 @@ class Checkpointer:
     def _payload(self, shards: ShardedState | None) -> dict[str, Any]:
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
+        task_and_optimizers = self._task_and_optimizers(shards)
+        optimizers = task_and_optimizers["optimizer"]
         payload = {
-            **self._task_and_optimizers(shards),
+            **task_and_optimizers,
+            "settings": _by_phase([each.settings.record() for each in run.phase_optimizers], run.phase_optimizers),
+            "num_moments": None if shards is not None else _num_values(optimizers, run.phase_optimizers),
             "schedules": _by_phase([each.schedule_state() for each in run.phase_optimizers], run.phase_optimizers),
             "spikes": [{} if each.spikes is None else each.spikes.state_dict() for each in run.phase_optimizers],
             "strategy": strategy.strategy_state(),
@@ -437,8 +510,44 @@ class Checkpointer:
             "config": run.config,
             "task_class": f"{type(run.task).__module__}.{type(run.task).__qualname__}",
         }
+        if run.is_main and self.first_buffers:
+            payload[RESIZED] = resized_names(payload["task"], self.first_buffers, run.task)
         run.emit("on_save", payload)
         return payload
+
+    def check_savable(self) -> None:
+        """Raise UserError for a state that no checkpoint can hold; tensors are neither gathered nor copied.
+
+        Called before the first step: optimizers have no state yet, and `on_save` is not called.
+        """
+        from trainkit.checkpoint.serialization import PayloadVisitor
+
+        run = self._run
+        if self.store is None:
+            return
+        assert run.loader is not None
+        extra = {
+            f"{name}._extra_state" if name else "_extra_state": module.get_extra_state()
+            for name, module in run.task.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        phases = run.phase_optimizers
+        groups = [
+            {
+                "param_groups": [
+                    {k: v for k, v in group.items() if k != "params"} for group in each.optimizer.param_groups
+                ]
+            }
+            for each in phases
+        ]
+        states = {
+            "task": extra,
+            "optimizer": _by_phase(groups, phases),
+            "schedules": _by_phase([each.schedule_state() for each in phases], phases),
+            "loader": run.loader.first_state(),
+            "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks)},
+        }
+        PayloadVisitor(lambda tensor, place: tensor).convert(states)
 
     def _task_and_optimizers(self, shards: ShardedState | None = None) -> dict[str, Any]:
         """Return the task's and its optimizers' state, complete on the main rank or with placeholders; collective."""
@@ -523,6 +632,12 @@ def _by_phase(states: Sequence[Any], phase_optimizers: Sequence[PhaseOptimizer])
     if phase_optimizers[0].phase == "":
         return states[0]
     return {optimizer.phase: state for optimizer, state in zip(phase_optimizers, states, strict=True)}
+
+
+def _num_values(optimizers: Any, phase_optimizers: Sequence[PhaseOptimizer]) -> int:
+    """Return the number of values of parameters, such as moments, in the saved state of optimizers."""
+    states = [optimizers[each.phase] if each.phase else optimizers for each in phase_optimizers]
+    return sum(len(values) for state in states for values in state["state"].values())
 
 
 def _saved_by_phase(

@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.files import reason
+from trainkit.checkpoint.resized_buffers import buffer_shapes
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
 from trainkit.duration import total_steps
@@ -186,8 +187,10 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         saved = payload.get("strategy", {})
         if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
             seed_everything(config.seed + run.strategy.comm.rank)
+    run.checkpointer.resume_optimizer = config.resume_optimizer
     validation = _prepare_data(run, config)
     _check_hooks(run)
+    run.checkpointer.first_buffers = buffer_shapes(run.task)
     _prepare_task(run, config)
     run.validates = validation is not None
     _prepare_optimizers(run, config)
@@ -196,7 +199,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         from trainkit.checkpoint.serialization import refuse_altered_state
 
         with refuse_altered_state(str(checkpoint)):
-            run.checkpointer.restore(payload, where=str(checkpoint))
+            run.checkpointer.restore(payload, where=str(checkpoint), is_new=True)
             if loop.auto_micro_batch is not None:
                 loop.auto_micro_batch.resume()
             run.checkpointer.restore_rng(payload)
@@ -321,6 +324,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
         if config.skip_grad_norm_factor is not None:
             phase_optimizer.skip_spikes(config.skip_grad_norm_factor)
         run.strategy.prepare_optimizer(run.task, phase_optimizer)
+        phase_optimizer.settings.check_length(run.max_steps, phase_optimizer.schedules)
     schedules = [schedule for phase_optimizer in run.phase_optimizers for schedule in phase_optimizer.schedules]
     metric = next((schedule.metric for schedule in schedules if schedule.metric is not None), None)
     if metric is not None and not run.validates:

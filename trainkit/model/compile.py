@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.checkpoint.files import write_optional
 from trainkit.errors import UserError, check_types, nearest
 from trainkit.model.transforms import modules_named
 
@@ -160,10 +161,7 @@ def compilation_reported(folder: Path | None) -> Iterator[None]:
         if folder is not None:
             logger.info("%s (see %s)", summary, REPORT)
             lines = [summary, *_section("graph breaks", broken), *_section("recompiles", recompiled)]
-            try:
-                (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
-            except OSError as error:  # of a run that may have failed: its own error is the one to raise
-                logger.warning("%s could not be written to %s: %s.", REPORT, folder, error.strerror)
+            write_optional(folder / REPORT, "\n".join(lines) + "\n")
 
 
 def _section(title: str, found: Counter[str]) -> list[str]:

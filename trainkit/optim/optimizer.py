@@ -18,6 +18,7 @@ from trainkit.errors import CheckpointError, UserError, check_monitored, raising
 from trainkit.model.transforms import matches
 from trainkit.optim.chained_optimizer import members
 from trainkit.optim.lr_schedule import LRSchedule
+from trainkit.optim.optimizer_settings import OptimizerSettings
 from trainkit.optim.phase import Phase, check_phases
 from trainkit.optim.precision import Precision
 from trainkit.optim.saved_state import state_problem
@@ -108,6 +109,7 @@ class PhaseOptimizer:
         if phase is not None:
             self.phase, self.step_name, self.every = phase.name, phase.step_name, phase.every
         self.optimizer, self.schedules = optimizer, schedules
+        self.settings = OptimizerSettings(optimizer, schedules)
         self.clip, self.skip_nonfinite = clip, skip
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._shapes = [parameter.shape for parameter in self.parameters]  # a strategy may shard the parameters
@@ -216,12 +218,21 @@ class PhaseOptimizer:
     def step_schedules(self, when: Moment, metrics: Mapping[str, float] | None = None) -> None:
         """Step the schedules of a moment; raises UserError if one follows a metric that is not in `metrics`."""
         for schedule in self._schedules_of[when]:
-            if schedule.metric is None:
-                schedule.scheduler.step()
-                continue
-            self.check_monitored(metrics or {})
-            assert metrics is not None
-            schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
+            try:
+                if schedule.metric is None:
+                    schedule.scheduler.step()
+                    continue
+                self.check_monitored(metrics or {})
+                assert metrics is not None
+                schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
+            except (ValueError, TypeError, LookupError) as error:
+                if not raising_module(error).startswith("torch.optim"):
+                    raise
+                raise UserError(
+                    f"the schedule {type(schedule.scheduler).__name__} cannot make another step: {error} Make it in "
+                    "configure_optimizers for the length of the run; in a resumed run, set "
+                    "trainer.resume_optimizer=configured."
+                ) from error
 
     def check_monitored(self, metrics: Iterable[str]) -> None:
         """Raise UserError if a schedule follows a metric that is not in `metrics`."""

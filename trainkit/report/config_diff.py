@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.files import write_text
+
 FILENAME = "config_diff.json"
 _NOT_COMPARED = ("recipe", "run_dir")
 
@@ -23,7 +25,7 @@ class ConfigChange:
 
 def write_config_diff(folder: Path, changes: Sequence[ConfigChange]) -> None:
     """Write `config_diff.json` into a run's folder."""
-    (folder / FILENAME).write_text(json.dumps([asdict(change) for change in changes], indent=1), encoding="utf-8")
+    write_text(folder / FILENAME, json.dumps([asdict(change) for change in changes], indent=1))
 
 
 def read_config_diff(folder: Path) -> list[ConfigChange] | None:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from trainkit.checkpoint.files import open_new
 from trainkit.errors import Stopped
 from trainkit.report.charts import chart, curve_charts, kind_of, timeline_chart
 from trainkit.report.config_diff import ConfigChange, write_config_diff
@@ -310,7 +311,8 @@ def write_page(text: str, path: Path) -> Path:
     """Write a file atomically and return its path."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8", errors="replace")
+        with open(open_new(part), "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

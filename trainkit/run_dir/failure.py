@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.files import open_to_append, write_optional
 from trainkit.run_dir.console import printable
 
 if TYPE_CHECKING:
@@ -152,10 +153,7 @@ def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
 def _write(path: Path, error: BaseException, **position: Any) -> None:
     message, text = (_encodable(part) for part in (str(error), "".join(traceback.format_exception(error))))
     record = FailureRecord(type(error).__name__, message, text, time.time(), **position)
-    try:
-        path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
-    except OSError as problem:
-        logger.warning("the failure could not be written to %s: %s", path, problem)
+    write_optional(path, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def _encodable(text: str) -> str:
@@ -194,5 +192,5 @@ class _Handler(logging.Handler):
             "where": where,
             "text": _encodable(text),
         }
-        with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+        with suppress(OSError), open(open_to_append(self._path), "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import UninitializedParameter
 
-from trainkit.checkpoint.files import write_text
+from trainkit.checkpoint.files import disk_error_text, reason, write_optional, write_text
 from trainkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def choose_run_dir(name: str, *, parent: Path = Path("runs")) -> Path:
 
 
 def check_run_dir(folder: Path) -> None:
-    """Raise UserError if the folder cannot be made or cannot be written to; changes nothing."""
+    """Raise UserError if the folder cannot be made or written to, or has links to outside; changes nothing."""
+    check_links(folder)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"the run folder {folder} cannot be made: {existing} is a file. Set run_dir to another path.")
@@ -57,25 +59,51 @@ def check_run_dir(folder: Path) -> None:
         raise UserError(f"the run folder {folder} cannot be written to; set run_dir to a writable path.")
 
 
+def check_links(folder: Path) -> None:
+    """Raise UserError for a link in the folder that points out of it: a run would write or remove what is there."""
+    root = os.path.realpath(folder)
+    for parent, folders, files in os.walk(root):
+        for path in (os.path.join(parent, name) for name in [*folders, *files]):
+            target = os.path.realpath(path) if os.path.islink(path) else root
+            if os.path.commonpath([root, target]) != root:
+                raise UserError(
+                    f"the run folder {folder} has the link {os.path.relpath(path, root)}, which points out of it, to "
+                    f"{target}: the run would write there. Remove the link, or choose a folder elsewhere: run_dir=PATH."
+                )
+
+
 def make_run_dir(folder: Path) -> None:
-    """Make the folder if it does not exist; raises UserError if it cannot be written to."""
+    """Make the folder if it does not exist; raises UserError as `check_run_dir` does."""
+    check_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UserError(
             f"the run folder {folder} cannot be written to ({error.strerror}); set run_dir to a writable path."
         ) from None
 
 
+def check_writable(path: Path) -> None:
+    """Raise UserError if the file cannot be written, found by making one beside it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {reason(error)}. Type out=FILE to write elsewhere.") from error
+
+
 def write_config(folder: Path, config: str) -> None:
     """Write the run's settings to `config.yaml`; those of an earlier part of the run are kept if they differ."""
     path = folder / "config.yaml"
-    if path.exists() and path.read_text() != config:
-        path.rename(folder / f"config_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.yaml")
-    write_text(path, config)
+    try:
+        if path.exists() and path.read_text() != config:
+            path.rename(folder / f"config_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.yaml")
+        write_text(path, config)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {disk_error_text(error, folder)}") from error
 
 
 def read_config(path: Path) -> str:
@@ -138,8 +166,8 @@ def write_environment(run: Run) -> None:
     if run.run_dir is None:
         return
     try:
-        (run.run_dir / FILENAME).write_text(json.dumps(_environment(run), indent=2) + "\n", encoding="utf-8")
-    except (OSError, ValueError) as error:
+        write_optional(run.run_dir / FILENAME, json.dumps(_environment(run), indent=2) + "\n")
+    except ValueError as error:
         logger.warning("the environment could not be written to %s: %s", run.run_dir, error)
 
 

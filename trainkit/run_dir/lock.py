@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from trainkit.checkpoint.files import file_lock
+from trainkit.checkpoint.files import file_lock, write_optional
 from trainkit.errors import UserError
 
 LOCK = ".lock"
@@ -90,7 +90,7 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
                 no_locks.strerror,
             )
         path = folder / OWNER
-        path.write_text(json.dumps(asdict(LockOwner.this_process())), encoding="utf-8")
+        write_optional(path, json.dumps(asdict(LockOwner.this_process())))
         try:
             yield
         finally:

@@ -1,0 +1,72 @@
+"""Likeness of a saved state to that of the run which gets it: a state that was altered is refused by its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.checkpoint.sharded_state import StoredTensor
+
+MOST = 2**53
+"""Bound of whole numbers: up to here each is a float too."""
+REQUIRED = frozenset({"last_epoch", "base_lrs", "best", "num_bad_epochs", "cooldown_counter", "_schedulers", "seen"})
+"""Keys whose values change in training; others may be missing in the state of another version of torch."""
+_COUNTS = frozenset({"step", "epoch", "position", "samples", "last_epoch", "_step_count"})
+"""Keys whose values are whole numbers; a T_max may be 8 or 8.0."""
+_RATES = frozenset({"lr", "initial_lr", "max_lr", "base_lrs", "_last_lr"})
+"""Keys whose values may be tensors in the one run and numbers in the other."""
+_NOT_NEGATIVE = _RATES | {"weight_decay", "eps", "betas", "momentum"}
+
+
+def unlike(own: Any, saved: Any, place: str, *, required: Set[str] = REQUIRED) -> Iterator[str]:
+    """Yield what in a saved state cannot take the place of a run's own state."""
+    if isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            yield f"{place} is not a mapping"
+            return
+        for key, value in own.items():
+            if key in saved:
+                yield from unlike(value, saved[key], f"{place}.{key}", required=required)
+            elif key in required:
+                yield f"{place}.{key} is missing"
+    elif isinstance(own, (list, tuple)):
+        if not isinstance(saved, (list, tuple)) or (own and len(saved) != len(own)):
+            yield f"{place} is not a list of {len(own)} values"
+            return
+        for index, value in enumerate(own):
+            yield from unlike(value, saved[index], f"{place}[{index}]", required=required)
+    elif not _fits(own, saved, place.rpartition(".")[2].partition("[")[0]):
+        yield f"{place} is {_shown(saved)}, and {_shown(own)} in this run"
+
+
+def _fits(own: Any, saved: Any, key: str) -> bool:
+    if key in _RATES:
+        own, saved = (
+            value.item() if isinstance(value, Tensor) and not value.dim() else value for value in (own, saved)
+        )
+    if own is None:
+        return saved is None or isinstance(saved, (str, bool)) or _is_number(saved)
+    if isinstance(own, Tensor):
+        is_tensor = isinstance(saved, (Tensor, StoredTensor))
+        return is_tensor and saved.dtype == own.dtype and saved.shape == own.shape
+    if isinstance(own, (bool, str)) or (key in _COUNTS and type(saved) is not type(own)):
+        return type(saved) is type(own)
+    if not isinstance(own, (int, float)):
+        return True
+    least = 0 if key in _NOT_NEGATIVE or (isinstance(own, int) and own >= 0) else -math.inf
+    return _is_number(saved) and (not math.isfinite(own) or least <= saved < math.inf)
+
+
+def _is_number(value: Any) -> bool:
+    is_small = not isinstance(value, int) or abs(value) < MOST
+    return isinstance(value, Real) and not isinstance(value, bool) and is_small
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (float, str)) or value is None:
+        return f"{value!r:.40}"
+    return f"a value of the type {type(value).__name__}"
