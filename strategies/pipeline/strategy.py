@@ -511,7 +511,9 @@ class PipelineStrategy(MultiProcessStrategy):
         with self.state.absent.readable():
             verification = self._verification(task, executor, step, batches, read_loss)
         check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
-        with nullcontext() if verification is None else verification.recorded():
+        # Readable, as hooks of modules of other stages, and copies of attributes for each stage, read the zeros.
+        recorded = nullcontext() if verification is None else verification.recorded()
+        with self.state.absent.readable(), recorded:
             around = gradients.reduce_around(actions[self.mesh.stage])
             self.runtime.train(executor, step, batches, actions=actions, read_loss=read_loss, around=around)
         if check is not None:
