@@ -166,7 +166,7 @@ class Checkpoint(Callback):
         if run.strategy.comm.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
             self._reason = BEST
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_complete(self, run: Run) -> None:
         try:  # does not wait for the disk
             if run.checkpointer.poll():
                 self._forget_failures()
@@ -177,7 +177,8 @@ class Checkpoint(Callback):
         if self.async_save and not self._is_prepared:  # the optimizer has its state only after its first step
             run.checkpointer.prepare(sharded=self.sharded)
             self._is_prepared = True
-        # Saved here, not in on_evaluation_end: other callbacks' state after the evaluation belongs to the checkpoint.
+        # Saved here, not in on_evaluation_end: the state of other callbacks after the evaluation and at the end of the
+        # epoch belongs to the checkpoint.
         if not self._is_timed and self._interval.due(run.state):
             self._reason = self._reason or "interval"
         if self._retry_step is not None:

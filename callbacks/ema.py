@@ -68,7 +68,6 @@ class WeightAveraging(Callback):
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         if run.phase_optimizers and not self._is_swapped:
-            self._update(run)
             self._swap(run)
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
@@ -89,7 +88,6 @@ class WeightAveraging(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         self._restore_weights(run)
-        self._update(run)
         if self.load_average_at_end:
             self._swap(run)
 
@@ -107,7 +105,7 @@ class WeightAveraging(Callback):
         self._restored = saved.get(AVERAGE, {})
 
     def _update(self, run: Run) -> None:
-        """Update the average once per step: an evaluation comes before the end of its step."""
+        """Update the average once per step: a callback may save a checkpoint before this one's `on_step_end`."""
         if self._restored:
             self._aligned_weights(run)  # before the file may be replaced
         if run.state.step == self._seen_step:

@@ -113,7 +113,7 @@ class Profiler(Callback):
         self._record = {}
         self._since, self._since_step = time.perf_counter(), run.state.step
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_complete(self, run: Run) -> None:
         step = run.state.step - self._first_step
         if step > self.end_step:
             return

@@ -119,7 +119,7 @@ class StopAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, run: Any) -> None:
+    def on_step_complete(self, run: Any) -> None:
         if run.state.step == self.step:
             run.checkpointer.save(reason="test")
             run.request_stop("test")

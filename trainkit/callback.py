@@ -14,17 +14,21 @@ class Callback:
 
     Every hook is called on every rank, in this order:
 
-        on_fit_start
-          on_epoch_start
-            on_step_end                 after every optimizer step
+        on_fit_start             *
+          on_epoch_start         *
+            on_step_end          *      after every optimizer step, which `run.state` counts already
             on_log                      every `log_every`, with metrics reduced over ranks
             on_evaluation_start
               on_dataset_end            after each dataset of an evaluation
             on_evaluation_end
-            on_save                     a checkpoint is about to be written
-          on_epoch_end
+            on_epoch_end         *      after the last step of an epoch
+            on_step_complete            after every step and all of the above
+              on_save                   a checkpoint is about to be written
         on_fit_end
         close                           always, also after an error; may be called twice
+
+    Hooks marked * may change weights, in `run.whole_task()`. What `on_step_end` changes is in the metrics and in the
+    checkpoint of the same step. A stop that any hook requests comes after this step, on all ranks.
 
     `validate`, `test` and `predict` call `on_evaluation_start`, `on_evaluation_end` and `close`.
     """
@@ -44,10 +48,13 @@ class Callback:
         """The next step is the first of an epoch, or the first after resuming inside one."""
 
     def on_epoch_end(self, run: Run) -> None:
-        """The last step of an epoch has been made; `run.state.epoch` counts it already."""
+        """The last step of an epoch is logged and evaluated; `run.state.epoch` counts the epoch already."""
 
     def on_step_end(self, run: Run) -> None:
-        """An optimizer step has been made and counted."""
+        """An optimizer step has been made and counted; it is not logged and evaluated yet."""
+
+    def on_step_complete(self, run: Run) -> None:
+        """Nothing more happens in this step; the place for `run.checkpointer.save`."""
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         """`metrics` are about to be written by the loggers; add to them in place."""

@@ -122,12 +122,14 @@ class Session:
     def step_batches(self) -> Iterator[StepBatch]:
         """Yield this rank's step batches until `max_duration`, or until any rank was asked to stop.
 
-        The task's callbacks are called as in `Trainer.fit`: `on_step_end` when the next batch is requested, and
-        `on_epoch_start` and `on_epoch_end`. Raises UserError if a batch was not passed to `step`.
+        The task's callbacks are called as in `Trainer.fit`: `on_step_end` at the end of `step`, and when the next batch
+        is requested `on_epoch_end`, `on_step_complete` and `on_epoch_start`. Raises UserError if a batch was not passed
+        to `step`.
         """
         for batch in self._loop.step_batches():
             before = self.state.step
             yield batch
+            self.run.may_be_stopped = True  # the loop's own code may have requested it
             if self.state.step != before + 1:
                 raise UserError(
                     f"the step count went from {before} to {self.state.step} over one step batch; call "
@@ -138,6 +140,7 @@ class Session:
         """Make one optimizer step and count it; return the outputs of this rank's micro-batches. Collective."""
         outputs = self._loop.begin_step(batch)
         self._loop.finish_step(batch)
+        self.run.emit("on_step_end")
         return outputs
 
     def mean(self, outputs: Sequence[StepOutput]) -> dict[str, float]:

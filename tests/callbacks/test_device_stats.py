@@ -20,7 +20,7 @@ def test_memory_and_load_of_the_process_are_logged(make_trainer: Any) -> None:
 
     class Holds(Callback):
         def on_step_end(self, run: Any) -> None:
-            if run.state.step == 1:
+            if run.state.step == 2:
                 pages = mmap.mmap(-1, 64 * 2**20)  # from the system: the library may have freed memory to give
                 kept.append(torch.frombuffer(pages, dtype=torch.uint8).fill_(1))
 

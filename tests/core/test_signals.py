@@ -105,7 +105,7 @@ def test_a_second_interrupt_is_raised_after_one_line_about_what_is_not_saved(mak
     trainer = make_trainer(strategy, callbacks=callbacks)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Regression(), DATA)
-    saved = f"later steps than those in {trainer.run_dir}/checkpoints/step_00000002.pt are not saved."
+    saved = f"later steps than those in {trainer.run_dir}/checkpoints/step_00000001.pt are not saved."
     resume = f"To continue: Trainer(...).fit(task, data, resume='{trainer.run_dir}')"
     unsaved = "nothing was saved. To start again, type the same command."
     assert [text for text in caplog.messages if "interrupted" in text] == [

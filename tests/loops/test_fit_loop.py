@@ -25,8 +25,8 @@ VALIDATION = regression_data(4, seed=1)
 
 def test_moments_come_in_their_order(make_trainer):
     class Saving(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 2:
+        def on_step_complete(self, run):
+            if run.state.step in (2, 3):
                 run.checkpointer.save(reason="test")
 
     recorder = Recorder()
@@ -44,16 +44,17 @@ def test_moments_come_in_their_order(make_trainer):
         ("on_fit_start", 0),
         ("on_epoch_start", 0),
         ("on_step_end", 1),
-        ("on_log", 2),
         ("on_step_end", 2),
+        ("on_log", 2),
         ("on_save", 2),
+        ("on_step_end", 3),
         ("on_evaluation_start validation", 3),
         ("on_evaluation_end validation", 3),
-        ("on_step_end", 3),
         ("on_epoch_end", 3),
+        ("on_save", 3),
         ("on_epoch_start", 3),
-        ("on_log", 4),
         ("on_step_end", 4),
+        ("on_log", 4),
         ("on_fit_end", 4),
         ("close", 4),
     ]

@@ -24,7 +24,7 @@ class At(Callback):
     def __init__(self, step, function):
         self.step, self.function = step, function
 
-    def on_step_end(self, run):
+    def on_step_complete(self, run):
         if run.state.step == self.step:
             self.result = self.function(run)
 

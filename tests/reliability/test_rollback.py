@@ -200,7 +200,7 @@ def test_the_rollback_point_is_the_last_checkpoint_with_finite_weights_before_th
 class Alters(Callback):
     """Takes the counters from the checkpoint that the run will roll back to."""
 
-    def on_step_end(self, run: Any) -> None:
+    def on_step_complete(self, run: Any) -> None:
         if run.state.step == step_of(7) - 1:
             entry = run.checkpointer.store.last()
             payload = run.checkpointer.store.load(entry)

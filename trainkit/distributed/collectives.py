@@ -77,7 +77,7 @@ class Collectives:
         """Return when every process has reached this call; collective."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True if `flag` is true on any process; collective, and waits for the device."""
+        """Return True if `flag` is true on any process; collective."""
         return flag
 
     def should_stop(self, requested: bool, *, seconds: float = 0.0) -> bool:
@@ -180,7 +180,8 @@ class ProcessGroupCollectives(Collectives):
             dist.barrier(group=self.group)
 
     def any_rank(self, flag: bool) -> bool:
-        return bool(self.all_reduce(torch.tensor([int(flag)], device=self.device), "max").item())
+        device = "cpu" if self.asks_on_host else self.device  # there it waits for the device
+        return bool(self.all_reduce(torch.tensor([int(flag)], device=device), "max").item())
 
     def any_rank_on_host(self, flag: bool) -> bool:
         """Return True if `flag` is true on any rank, without waiting for a device; collective."""

@@ -174,10 +174,6 @@ class LightningHooks(Callback):
         self._module.on_train_epoch_start()
 
     def on_step_end(self, run: Run) -> None:
-        self._end_batch(run)
-
-    def _end_batch(self, run: Run) -> None:
-        """Call the hook after a training batch, once: before the validation that follows, if there is one."""
         self._proxy.follow(run)
         if self.last_batch is not None:
             outputs, batch = self.last_batch
@@ -198,7 +194,7 @@ class LightningHooks(Callback):
             run.log({name: sum(of_ranks) / len(of_ranks) for name, of_ranks in values.items()})
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
-        self._end_batch(run)
+        self._proxy.follow(run)
         if stage == "sanity":
             self._start_fit(run)
         self._proxy.sanity_checking = stage == "sanity"

@@ -62,9 +62,12 @@ class FitLoop:
                     outputs = self.begin_step(batch)
                     self.finish_step(batch)
                     policy.means.add(outputs, step=state.step)
+                    if self._evaluation_interval.due(state):
+                        state.evaluation_due = True  # also for a checkpoint that a callback saves now
+                    run.emit("on_step_end")
                     if self._log_interval.due(state):
                         self._log()
-                    if self._evaluation_interval.due(state):
+                    if state.evaluation_due:
                         self._evaluate()
                 if policy.weights_are_finite():
                     self._log()
@@ -76,6 +79,7 @@ class FitLoop:
         run = self._run
         begin_training(run.task)
         run.task.zero_grad(set_to_none=True)
+        run.sync_stopping_hooks()
         self._policy.prepare()
         self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
         run.state.start_clock()
@@ -96,7 +100,7 @@ class FitLoop:
             self._evaluate()
 
     def step_batches(self) -> Iterator[StepBatch]:
-        """Yield this rank's step batches until training is finished, and call callbacks after each; collective.
+        """Yield this rank's step batches until training is finished, and end the step of each; collective.
 
         Raises UserError if an epoch has no step batch.
         """
@@ -117,9 +121,9 @@ class FitLoop:
                 registrations[0] = 0
                 self._check_parameters()
             yield batch
-            run.emit("on_step_end")
             if batch.ends_epoch:
                 run.emit("on_epoch_end")
+            run.emit("on_step_complete")
             if self._finished():
                 break
         if state.step == first_step:
@@ -175,7 +179,11 @@ class FitLoop:
             if duration.reached(state):
                 run.request_stop(f"reached max_duration={duration}")
                 return True
+        if run.may_be_stopped and not self._is_stopping:
+            run.may_be_stopped = False
+            self._is_stopping = run.strategy.comm.any_rank(run.stop_reason is not None)
         if not self._is_stopping:
+            # Signals come at any time, and so may requests of threads: an agreement in every step would be slow.
             requested = run.signals.received is not None or run.stop_reason is not None
             seconds = state.own_seconds if state.clock_is_synced else 0.0  # sent along, so it costs no collective
             if not run.strategy.comm.should_stop(requested, seconds=seconds):

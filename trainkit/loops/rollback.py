@@ -119,8 +119,7 @@ class NonFinitePolicy:
         if self._policy == "rollback":
             raise RollbackRequested(run.state.step, cause)
         if self._policy == "stop":
-            self._weights_are_sound = False
-            run.request_stop(cause)
+            self._stop(cause)
             return False
         skip = (
             "; trainer.on_nonfinite=skip skips steps whose gradient is not finite, and rollback returns to a "
@@ -141,9 +140,8 @@ class NonFinitePolicy:
         if self._policy == "skip":
             return
         if self._policy == "stop":
-            self._weights_are_sound = False
             where = f"at step {step}" if step is not None else "on another rank"
-            self._run.request_stop(f"the loss became NaN or infinite {where}")
+            self._stop(f"the loss became NaN or infinite {where}")
             return
         first, place = self._place(step)
         cause = f"the loss became NaN or infinite {place}"
@@ -171,6 +169,11 @@ class NonFinitePolicy:
         for phase_optimizer in run.phase_optimizers:
             if run.state.step % phase_optimizer.every == 0:
                 phase_optimizer.step_schedules("step")
+
+    def _stop(self, cause: str) -> None:
+        self._weights_are_sound = False
+        self._run.request_stop(cause)
+        self._run.may_be_stopped = True
 
     # ---- Rollback
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trainkit.profiling import PeakMemoryTracker
 
 logger = logging.getLogger(__name__)
+_NEVER_STOP = ("trainkit.callbacks.", "trainkit.integrations.")
 
 
 class RunCallback(Protocol):
@@ -138,6 +139,10 @@ class Run:
         for callback in self.callbacks:
             for name, hook in callback.overridden_hooks().items():
                 self._hooks.setdefault(name, []).append(hook)
+        self.stopping_hooks: Collection[str] = [name for name, hooks in self._hooks.items() if _may_stop(name, hooks)]
+        """Hooks that may request a stop, on any rank once training has started."""
+        self.may_be_stopped = True
+        """True if a hook was called that may have requested a stop, since ranks agreed on it last."""
         self.checkpointer = Checkpointer(self)
 
     @cached_property
@@ -161,6 +166,12 @@ class Run:
         """Call the callbacks' methods for a hook."""
         for method in self._hooks.get(hook, ()):
             method(self, *arguments)
+        if hook in self.stopping_hooks:
+            self.may_be_stopped = True
+
+    def sync_stopping_hooks(self) -> None:
+        """Know of the hooks of any rank that may request a stop; collective."""
+        self.stopping_hooks = frozenset().union(*self.strategy.comm.all_gather_object(self.stopping_hooks))
 
     def whole_task(self) -> AbstractContextManager[TaskModule]:
         """Return a context in which `run.task` has all values of its parameters and buffers, on every rank; collective.
@@ -614,6 +625,13 @@ class Checkpointer:
 
     def _wait_for_shards(self) -> bool:
         return self._sharded_writer is not None and self._sharded_writer.finish()
+
+
+def _may_stop(name: str, hooks: Sequence[Callable[..., None]]) -> bool:
+    """Return True if one of the hooks called `name` may request a stop: a user's, or ours after an evaluation."""
+    # Ranks then agree by a collective, which runs with our callbacks only need not pay in every step.
+    is_ours = all(str(getattr(hook, "__module__", "")).startswith(_NEVER_STOP) for hook in hooks)
+    return name == "on_evaluation_end" or not is_ours
 
 
 def _named(callbacks: Sequence[RunCallback]) -> list[tuple[str, RunCallback]]:

@@ -146,7 +146,7 @@ class _StepRecorder(Callback):
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         self.metrics = {name: float(value) for name, value in metrics.items()}
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_complete(self, run: Run) -> None:
         self._write(run)
         self.metrics = {}
 
@@ -186,7 +186,7 @@ class StopAfterStep(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_complete(self, run: Run) -> None:
         if run.state.step == self.step:
             run.checkpointer.save(reason="assert_resume_exact")
             run.request_stop("assert_resume_exact")
