@@ -41,6 +41,7 @@ from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
 from .own_groups import OwnGroups
+from .shared_flag import SharedFlag
 
 T = TypeVar("T")
 
@@ -104,6 +105,7 @@ class MultiProcessStrategy(Strategy):
         self._buffers: BroadcastBuffers | None = None  # broadcast after every step
         self._weighted_by: dict[str, bool] = {}  # name of a step method -> it returns weights
         self._watchdog: RankWatchdog | None = None
+        self._stop_flag: SharedFlag | None = None
         self._steps = 0  # started by this rank
 
     # ---- Ranks
@@ -204,6 +206,9 @@ class MultiProcessStrategy(Strategy):
         self.comm = self.collectives.join(
             self._all_ranks, device=self.device, timeout_seconds=self.ranks.timeout_seconds, step=lambda: self._steps
         )
+        if self.comm.consensus is not None:
+            self._stop_flag = SharedFlag(self.comm)
+            self.comm.consensus.any_rank = self._stop_flag.any_rank
         store = self.comm.failure_store
         if store is not None:
             self._watchdog = RankWatchdog(store, step=lambda: max(self._steps - 1, 0), describe=phase_in)
@@ -255,6 +260,9 @@ class MultiProcessStrategy(Strategy):
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+        if self._stop_flag is not None:
+            self._stop_flag.close()
+            self._stop_flag = None
         if isinstance(self.comm, ProcessGroupCollectives):
             self.comm.consensus = None
         failing = sys.exc_info()[1]

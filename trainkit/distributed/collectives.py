@@ -87,6 +87,10 @@ class Collectives:
         """
         return requested
 
+    def should_stop_now(self, requested: bool) -> bool:
+        """Return True on every process if any was asked to stop by now; collective."""
+        return requested
+
     def synced_seconds(self, seconds: float) -> float:
         """Return the longest training time of any process at the last answer of `should_stop`."""
         return seconds
@@ -199,6 +203,11 @@ class ProcessGroupCollectives(Collectives):
             self._explain(error, self.after("the stop check"))
             raise
 
+    def should_stop_now(self, requested: bool) -> bool:
+        if self.consensus is None:
+            return requested
+        return (self.consensus.any_rank or self.any_rank)(requested)
+
     def all_reduce_metrics(
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[str], Tensor]:
@@ -260,6 +269,8 @@ class StopConsensus:
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.any_rank: Callable[[bool], bool] | None = None
+        """Returns True if a flag is true on any rank, in less time than a collective; collective."""
         self.seconds = 0.0
         """The longest training time of any rank at the last check; the same on every rank."""
         self._step = 0

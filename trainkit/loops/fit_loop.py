@@ -181,7 +181,7 @@ class FitLoop:
                 return True
         if run.may_be_stopped and not self._is_stopping:
             run.may_be_stopped = False
-            self._is_stopping = run.strategy.comm.any_rank(run.stop_reason is not None)
+            self._is_stopping = run.strategy.comm.should_stop_now(run.stop_reason is not None)
         if not self._is_stopping:
             # Signals come at any time, and so may requests of threads: an agreement in every step would be slow.
             requested = run.signals.received is not None or run.stop_reason is not None
