@@ -290,6 +290,7 @@ class MultiProcessStrategy(Strategy):
             if not batch.micro_batches:
                 self._join_without_samples()
             outputs = super().forward_backward(task, batch)
+        self._check_untrained()
         if self._buffers is not None:
             with self.comm.waiting(self.comm.after("the broadcast of buffers")):
                 broadcast(self._buffers.now(), self.comm.group)

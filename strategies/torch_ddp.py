@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any, Literal
@@ -92,6 +93,15 @@ class TorchDDPStrategy(MultiProcessStrategy):
         )
         self._wrapped_task = _WrappedTask(self._wrapped)
         self._last, self._has_stepped = None, False
+
+    def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
+        is_frozen = any([not parameter.requires_grad for parameter in self._trained])  # PyTorch would wait for it
+        return super().is_outdated(phase_optimizers) or is_frozen
+
+    def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
+        super().retrain(task, phase_optimizers)
+        self._times = None
+        self.prepare_optimizer(task, phase_optimizers[0])
 
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""

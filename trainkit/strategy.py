@@ -113,6 +113,7 @@ class Strategy:
         self._requested_device = device
         self._trained: list[nn.Parameter] = []  # in the present phase
         self._all_trained: list[nn.Parameter] = []  # in any phase
+        self._untrained: dict[str, nn.Parameter] = {}  # the others, by name
         self._step_name = "training_step"
 
     # ---- Ranks
@@ -140,8 +141,12 @@ class Strategy:
         The task is changed in place and not wrapped: its parameters keep their names.
         """
         self._move_task(task)
-        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        self._all_trained = self._trained
+        self._find_trained(task)
+
+    def _find_trained(self, task: TaskModule) -> None:
+        named = list(task.named_parameters())
+        self._trained = self._all_trained = [parameter for _, parameter in named if parameter.requires_grad]
+        self._untrained = {name: parameter for name, parameter in named if not parameter.requires_grad}
 
     def _move_task(self, task: TaskModule) -> None:
         """Leave the task on the device, with values and in the dtype of the precision."""
@@ -157,6 +162,36 @@ class Strategy:
 
     def teardown(self) -> None:
         """Leave the other ranks and release resources; may be called twice."""
+
+    # ---- Between steps
+
+    def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
+        """Return True if `retrain` must be called: what is trained has changed since the last step, on every rank."""
+        has_changed = [phase_optimizer.follow_groups() for phase_optimizer in phase_optimizers]
+        return any(has_changed) or any([parameter.requires_grad for parameter in self._untrained.values()])
+
+    def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
+        """Train the parameters that require a gradient now and those in the optimizers now; collective."""
+        self.end_phases()
+        self._find_trained(task)
+
+    def end_phases(self) -> None:
+        """Make every parameter that some phase trains require a gradient; may be called without a phase."""
+
+    def add_untrained(self, task: TaskModule) -> None:
+        """Know of parameters that were added to the task, so that `is_outdated` finds those that require a gradient."""
+        trained = set(map(id, self._all_trained))
+        self._untrained = {name: each for name, each in task.named_parameters() if id(each) not in trained}
+
+    def _check_untrained(self) -> None:
+        """Raise UserError for a parameter that a step has unfrozen: ranks or replicas would not sum its gradient."""
+        for name, parameter in self._untrained.items():
+            if parameter.grad is not None:
+                raise UserError(
+                    f"{name} got a gradient in this step, but was frozen when the step began, so that "
+                    f"{type(self).__name__} did not sum it. Unfreeze it between steps, such as in a callback's "
+                    "on_step_end: parameter.requires_grad_(True)."
+                )
 
     # ---- Data
 
@@ -258,7 +293,8 @@ class Strategy:
                 self._scale_gradients(batch.num_samples / total if total else 0.0)
 
     def _scale_gradients(self, factor: float | Tensor) -> None:
-        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        parameters = (*self._trained, *self._untrained.values())  # one process may train what the step unfreezes
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:  # a pipeline's stage may have none
             torch._foreach_mul_(gradients, factor)
 

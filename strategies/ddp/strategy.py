@@ -21,6 +21,7 @@ from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import PhaseTraining, Strategy
 from trainkit.task import TaskModule
@@ -167,12 +168,15 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._trains_all = False  # the optimizer has exactly the reduced parameters
         self._bucketwise: BucketwiseOptimizer | None = None
         self._reducers: dict[str, Reducer] = {}  # by phase
+        self._tried_hooks: list[Callable[..., Any]] | None = None  # of the optimizer's steps
 
     # ---- Before and after training
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Make the Reducer of all trained parameters, or of those of a phase; collective."""
         self._check_rounding(phase_optimizer)
+        if self._divided_by is not None:
+            self._check_separable(phase_optimizer)
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
         own = {id(p) for p in phase_optimizer.parameters}
         if phase_optimizer.phase:
@@ -218,6 +222,49 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()
             self.reducer.after_step.append(self.timeline.record)
+
+    def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
+        """Reduce the gradients of the parameters that require one now; collective."""
+        name = next((name for name, parameter in self._untrained.items() if parameter.requires_grad), None)
+        if self.comm_hook is not None or self.error_feedback:
+            what = "the parameters of the optimizer changed" if name is None else f"{name} was unfrozen or added"
+            setting = "error_feedback=false" if self.error_feedback else "comm_hook=none"
+            raise UserError(
+                f"{what} during the run, and {type(self).__name__} keeps state of the gradients that it began with. "
+                f"Set strategy.{setting}."
+            )
+        super().retrain(task, phase_optimizers)
+        self._overlap_meter = None  # of the present reducers
+        for reducer in self._reducers.values():
+            reducer.close()
+            for parameter in reducer.parameters:
+                if parameter.grad is not None:  # of no optimizer: a sum over ranks, which they will add up again
+                    parameter.grad = parameter.grad / self.comm.world_size
+        for phase_optimizer in phase_optimizers:
+            self.prepare_optimizer(task, phase_optimizer)
+
+    def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
+        for phase_optimizer in phase_optimizers if self._divided_by is not None else ():
+            self._check_separable(phase_optimizer)  # a hook may have been registered
+        return super().is_outdated(phase_optimizers)
+
+    @property
+    def _divided_by(self) -> str | None:
+        """The setting by which the optimizer steps parts of the parameters at once, if there is one."""
+        return "optimizer_in_backward" if self.optimizer_in_backward else None
+
+    def _check_separable(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if the optimizer or its present hooks use several parameters together."""
+        hooks = step_hooks(phase_optimizer.optimizer)
+        if hooks == self._tried_hooks:
+            return
+        culprit, self._tried_hooks = coupled_by(phase_optimizer.optimizer), hooks
+        if culprit is not None:
+            raise UserError(
+                f"{culprit} may use several parameters or gradients together, and {self._divided_by}=true steps the "
+                "optimizer for parts of them. To clip gradients type trainer.max_grad_norm=1.0; otherwise set "
+                f"strategy.{self._divided_by}=false."
+            )
 
     def _check_reduce_dtype(self, reduce_dtype: str | None, error_feedback: bool) -> None:
         """Raise UserError if the two settings are invalid, or exclude each other or other settings."""
@@ -294,7 +341,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         super().teardown()  # publishes a failure of this rank, through the Reducer
         for reducer in self._reducers.values():
             reducer.close()
-        self._reducers, self.reducer = {}, None
+        self._reducers, self.reducer, self._tried_hooks = {}, None, None
         self._hook_states, self._averaging, self._averaged = {}, None, {}
 
     def _new_timeline(self) -> Timeline:

@@ -216,6 +216,8 @@ class DataParallelStrategy(PhaseTraining):
         for start in range(0, len(batch.micro_batches), len(self.devices)):
             shards = batch.micro_batches[start : start + len(self.devices)]
             outputs += self._forward_backward_round(task, shards, batch)
+        if len(self.devices) > 1:
+            self._check_untrained()
         self._normalize_gradients(outputs, batch)
         if self._timer.end_step():
             self._warn_of_transfers()

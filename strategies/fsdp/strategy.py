@@ -270,7 +270,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     state = optimizer.state.pop(parameter).items()
                     optimizer.state[local] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in state}
             group["params"] = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
-        phase_optimizer.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if muons:
             by_local = {id(shard.local): shard for shard in self._task.shards}
             groups = [group for group in optimizer.param_groups if group.get("optimizer", 0) in muons]

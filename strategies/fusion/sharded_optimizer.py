@@ -77,8 +77,8 @@ class ShardedOptimizer:
         self._copied: list[tuple[nn.Parameter, list[Tensor]]] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._group_of = {id(p): number for number, params in enumerate(self._groups) for p in params}
-        self._parameters = [p for params in self._groups for p in params]
-        self._indices = {id(p): index for index, p in enumerate(self._parameters)}
+        self.parameters = [p for params in self._groups for p in params]
+        self._indices = {id(p): index for index, p in enumerate(self.parameters)}
         for bucket in buckets:
             self._add_bucket(bucket)
         self.load_state({self._indices[id(p)]: state for p, state in optimizer.state.items()} | saved)
@@ -164,7 +164,9 @@ class ShardedOptimizer:
         return [shard.gradient for shard in self._shards if shard.owner.grad is not None]
 
     def release(self) -> None:
-        """Move the parameters out of the flat weights."""
+        """Move the parameters out of the flat weights, and drop the state of this rank's shards."""
+        for shard in self._shards:
+            self.optimizer.state.pop(shard.parameter, None)
         for parameter, _ in self._moved:
             parameter.data = parameter.data.clone()
         self._moved, self._copied, self._shards, self._of_buffer = [], [], [], {}
@@ -216,7 +218,7 @@ class ShardedOptimizer:
         for index, state in full.items():
             for name, value in state.items():
                 if isinstance(value, torch.dtype):
-                    state[name] = self._full_tensor(self._parameters[index], name, value, comm)
+                    state[name] = self._full_tensor(self.parameters[index], name, value, comm)
         return full
 
     def sharded_state(self, task: nn.Module, comm: Collectives) -> ShardedState:

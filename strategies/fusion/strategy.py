@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.checkpoint.sharded_state import ShardedState, in_memory
 from trainkit.data.batch import StepBatch
@@ -24,7 +24,7 @@ from trainkit.task import TaskModule
 
 from ..ddp.bucket_plan import MIB
 from ..ddp.grad_norm import total_norm
-from ..ddp.reducer import Unused
+from ..ddp.reducer import Reducer, Unused
 from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
 from ..ddp.timeline import Timeline
@@ -155,6 +155,7 @@ class FusionStrategy(DDPStrategy):
         self._phase_optimizer: PhaseOptimizer | None = None
         self._sharded: ShardedOptimizer | None = None
         self._saved_state: dict[int, Any] = {}  # loaded before the first step shows this rank's shards
+        self._saved_for: list[nn.Parameter] = []  # of these, by index
 
     # ---- Before and after training
 
@@ -188,12 +189,48 @@ class FusionStrategy(DDPStrategy):
         self.reducer.transport.close()
         self.reducer.transport = self._thread or self._transport
 
+    def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
+        is_outdated = super().is_outdated(phase_optimizers)
+        if self._tried_hooks:
+            self._steps_in_backward = False  # hooks expect one call for each step
+        return is_outdated
+
+    def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
+        state, owners = self._saved_state, self._saved_for
+        if self.shard_optimizer and self.reducer is not None:
+            self._check_no_gradients(self.reducer, phase_optimizers[0])
+        if self._sharded is not None:
+            state, owners = self._sharded.full_state(self.comm), self._sharded.parameters
+            self._sharded.release()
+            self._sharded = None
+        super().retrain(task, phase_optimizers)
+        self._saved_for = phase_optimizers[0].parameters
+        index_of = {id(parameter): index for index, parameter in enumerate(self._saved_for)}
+        by_owner = {id(owners[index]): values for index, values in state.items()}
+        self._saved_state = {index_of[owner]: values for owner, values in by_owner.items() if owner in index_of}
+
+    def _check_no_gradients(self, reducer: Reducer, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if the optimizer has a parameter with gradients of earlier steps, summed on a shard only."""
+        present = set(map(id, phase_optimizer.parameters))
+        for entry in reducer.entries:
+            if id(entry.parameter) in present and entry.parameter.grad is not None:
+                raise UserError(
+                    f"{entry.name} came into the optimizer with gradients of earlier steps, which "
+                    "shard_optimizer=true does not sum for parameters without an optimizer. Freeze it until then "
+                    "(requires_grad_(False)), or set strategy.shard_optimizer=false."
+                )
+
+    @property
+    def _divided_by(self) -> str | None:
+        return "shard_optimizer" if self.shard_optimizer else None
+
     def teardown(self) -> None:
         """Move parameters out of the buffers and leave the group; may be called twice."""
         if self._sharded is not None:
             self._sharded.release()
             self._sharded = None
-        self._transport, self._thread, self._phase_optimizer, self._saved_state = None, None, None, {}
+        self._transport, self._thread, self._phase_optimizer = None, None, None
+        self._saved_state, self._saved_for = {}, []
         super().teardown()
 
     @property
@@ -373,7 +410,7 @@ class FusionStrategy(DDPStrategy):
             return
         Strategy.load_optimizer_state_dict(self, task, phase_optimizer, {**saved, "state": {}})
         if self._sharded is None:
-            self._saved_state = dict(saved["state"])
+            self._saved_state, self._saved_for = dict(saved["state"]), phase_optimizer.parameters
         else:  # a rollback
             self._sharded.load_state(saved["state"])
 

@@ -87,6 +87,8 @@ class FitLoop:
         if any(duration.is_time for duration in self._max_duration):
             run.state.sync_clock()
         self._start_intervals()
+        for phase_optimizer in run.phase_optimizers:
+            phase_optimizer.follow_groups()  # the strategy may have replaced parameters
         run.emit("on_fit_start")
         if any(phase_optimizer.skip_nonfinite for phase_optimizer in run.phase_optimizers):
             from trainkit.loops.skipped_steps import SkippedSteps
@@ -120,6 +122,10 @@ class FitLoop:
             if registrations[0]:
                 registrations[0] = 0
                 self._check_parameters()
+                run.strategy.add_untrained(run.task)
+            if run.strategy.is_outdated(run.phase_optimizers):
+                self._check_parameters()
+                run.strategy.retrain(run.task, run.phase_optimizers)
             yield batch
             if batch.ends_epoch:
                 run.emit("on_epoch_end")

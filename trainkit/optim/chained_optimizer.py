@@ -29,6 +29,16 @@ class ChainedOptimizer(Optimizer):
         super().__init__([{**group, "optimizer": index} for index, one in numbered for group in one.param_groups], {})
         self.optimizers = optimizers
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the optimizer whose index it names as `optimizer`."""
+        if "optimizer" not in param_group:
+            raise UserError(
+                "a group that is added to a ChainedOptimizer names its optimizer by index; write "
+                "add_param_group({'params': parameters, 'optimizer': 0})."
+            )
+        is_made = "optimizers" in vars(self)  # else the groups are complete
+        super().add_param_group({**(self.optimizers[param_group["optimizer"]].defaults if is_made else {}), **param_group})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override] # torch overloads it
         """Step each optimizer with its parameter groups and the common state, which strategies may have replaced."""
@@ -37,7 +47,13 @@ class ChainedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, optimizer in enumerate(self.optimizers):
-            optimizer.param_groups = [group for group in self.param_groups if group["optimizer"] == index]
+            groups = [group for group in self.param_groups if group["optimizer"] == index]
+            if len(optimizer.param_groups) > len(groups):
+                raise UserError(
+                    f"a group was added to the {type(optimizer).__name__} inside of a ChainedOptimizer; add it to the "
+                    f"ChainedOptimizer: add_param_group({{'params': parameters, 'optimizer': {index}}})."
+                )
+            optimizer.param_groups = groups
             optimizer.state = self.state
             optimizer.step()
         return loss

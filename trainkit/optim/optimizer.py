@@ -6,6 +6,8 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -111,7 +113,7 @@ class PhaseOptimizer:
         self.optimizer, self.schedules = optimizer, schedules
         self.settings = OptimizerSettings(optimizer, schedules)
         self.clip, self.skip_nonfinite = clip, skip
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]  # when they were last followed
         self._shapes = [parameter.shape for parameter in self.parameters]  # a strategy may shard the parameters
         self.skipped_steps: Tensor | None = None
         """The number of skipped steps, a scalar on the device; `None` if no step can be skipped."""
@@ -157,6 +159,21 @@ class PhaseOptimizer:
             )
         self.skip_nonfinite, self.spikes = True, SpikeDetector(factor)
         self._check_evaluations()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The optimizer's present parameters, to which a run may add."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def follow_groups(self) -> bool:
+        """Return True if parameters have come into the optimizer or left it since the last call."""
+        present = [group["params"] for group in self.optimizer.param_groups]
+        lengths = list(map(len, present))
+        if lengths == list(map(len, self._groups)) and all(map(is_, chain(*present), chain(*self._groups))):
+            return False
+        self._groups = list(map(list, present))
+        _fill_momentum(self.optimizer)
+        return True
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are not None, in the optimizer's order; of sparse ones the summed rows."""
@@ -252,14 +269,16 @@ class PhaseOptimizer:
         if len(groups) != len(saved) or not all(map(_fits, saved, groups)):
             raise UserError(
                 f"{where} was saved with another optimizer: its parameter groups are {_described(saved)}, those of "
-                f"this run {_described(groups)}. Use the same configure_optimizers to resume it."
+                f"this run {_described(groups)}. Use the same configure_optimizers to resume it; make groups there that "
+                "the run had added by add_param_group."
             )
         if len(schedules) != len(self.schedules):
             raise UserError(
                 f"{where} was saved with {len(schedules)} learning-rate schedules, and this run has "
                 f"{len(self.schedules)}. Use the same configure_optimizers to resume it."
             )
-        problem = state_problem(self.optimizer, self._shapes, optimizer)
+        added = [parameter.shape for parameter in self.parameters[len(self._shapes) :]]
+        problem = state_problem(self.optimizer, [*self._shapes, *added], optimizer)
         if problem is not None:
             raise CheckpointError(
                 f"{where} holds a state that {type(self.optimizer).__name__} cannot continue from: {problem}. Use the "
@@ -477,7 +496,7 @@ def _fill_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"] and group["fused"]:
             for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _read(returned: Any, task: TaskModule) -> tuple[Optimizer, list[LRSchedule]]:
