@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import is_not
 from typing import Any, Literal
 
 import torch
@@ -276,6 +277,20 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             matrices = [by_local[id(parameter)] for group in groups for parameter in group["params"]]
             self._muons[phase_optimizer.phase] = ShardedMuon(muons.values(), matrices, self._task, self.comm)
         phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
+
+    def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
+        """Let the optimizers update this rank's shards of the parameters that they have now; collective."""
+        super().retrain(task, phase_optimizers)
+        for phase_optimizer in phase_optimizers:
+            for group in phase_optimizer.optimizer.param_groups:
+                local = [self._locals.get(id(parameter), parameter) for parameter in group["params"]]
+                if phase_optimizer.phase in self._muons and any(map(is_not, local, group["params"])):
+                    raise UserError(
+                        "parameters came into the optimizer during the run, and strategy=fsdp divided the matrices of "
+                        "Muon before. Give them to the optimizer in configure_optimizers, or set strategy=ddp."
+                    )
+                group["params"] = local
+            phase_optimizer.follow_groups()
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective.

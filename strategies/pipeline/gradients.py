@@ -129,9 +129,10 @@ class StageGradients:
                     "with a part of the gradient. Type strategy.shared_parameters=same_stage, or strategy=ddp."
                 )
 
-    def norm(self, mesh: PipelineMesh, device: torch.device) -> Tensor:
-        """Return the 2-norm of all stages' gradients; shared parameters count once. Collective."""
-        gradients = [parameter.grad for parameter in self._counted if parameter.grad is not None]
+    def norm(self, mesh: PipelineMesh, device: torch.device, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the 2-norm of all stages' gradients of `parameters`; shared ones count once. Collective."""
+        chosen = set(map(id, parameters))
+        gradients = [each.grad for each in self._counted if each.grad is not None and id(each) in chosen]
         square = total_norm(gradients, device).double().square().cpu()
         dist.all_reduce(square, group=mesh.stage_group)
         return square.sqrt().to(device, self._norm_type)

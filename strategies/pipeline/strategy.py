@@ -558,7 +558,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the 2-norm of all stages' gradients, those of shared parameters counted once; collective."""
-        return self._gradients[phase_optimizer.phase].norm(self.mesh, self.device)
+        return self._gradients[phase_optimizer.phase].norm(self.mesh, self.device, phase_optimizer.parameters)
 
     # ---- Evaluation
 

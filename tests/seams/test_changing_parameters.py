@@ -10,9 +10,6 @@ from tests.seams.training import BOUND, EVERY, MAKE_STRATEGY, Layers, batches, d
 from trainkit import Callback, Phase
 from trainkit.errors import UserError
 
-WITHOUT_STAGES = tuple(name for name in EVERY if name != "pipeline")
-GROWS = tuple(name for name in WITHOUT_STAGES if name != "fsdp")
-
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path, monkeypatch):
@@ -94,7 +91,7 @@ class FrozenBody(Head):
 @pytest.mark.parametrize(
     ("strategy", "make_task", "max_grad_norm"),
     [
-        *((name, Head, 0.05) for name in GROWS if name != "fusion_sharded"),
+        *((name, Head, 0.05) for name in EVERY if name != "fusion_sharded"),
         ("single", Head, None),
         ("fusion_sharded", FrozenBody, None),
         ("fusion_sharded", FrozenBody, 0.05),

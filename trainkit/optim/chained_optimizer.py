@@ -37,7 +37,9 @@ class ChainedOptimizer(Optimizer):
                 "add_param_group({'params': parameters, 'optimizer': 0})."
             )
         is_made = "optimizers" in vars(self)  # else the groups are complete
-        super().add_param_group({**(self.optimizers[param_group["optimizer"]].defaults if is_made else {}), **param_group})
+        super().add_param_group(
+            {**(self.optimizers[param_group["optimizer"]].defaults if is_made else {}), **param_group}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override] # torch overloads it
