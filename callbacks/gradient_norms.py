@@ -72,10 +72,12 @@ class GradientNorms(Callback):
     def _measure(self, run: Run, phase_optimizer: PhaseOptimizer, names: dict[int, str]) -> None:
         if (run.state.step + 1) % self.every:
             return
-        used = [parameter for parameter in phase_optimizer.parameters if parameter.grad is not None]
+        used = [
+            (names.get(id(each), "added"), each.grad) for each in phase_optimizer.parameters if each.grad is not None
+        ]
         if used:
-            norms = torch._foreach_norm([parameter.grad for parameter in used])
-            self._measured[phase_optimizer.phase] = ([names[id(parameter)] for parameter in used], torch.stack(norms))
+            norms = torch._foreach_norm([gradient for _, gradient in used])
+            self._measured[phase_optimizer.phase] = ([name for name, _ in used], torch.stack(norms))
 
 
 def has_full_gradients(strategy: Strategy) -> bool:

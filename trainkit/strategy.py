@@ -384,7 +384,7 @@ class PhaseTraining(Strategy):
 
     def end_phases(self) -> None:
         """Unfreeze the parameters of all phases; may be called without a phase."""
-        for parameter in self._all_trained:
+        for parameter in self._all_trained if self._trained is not self._all_trained else ():
             parameter.requires_grad_(True)
         self._trained, self._step_name = self._all_trained, "training_step"
 

@@ -465,7 +465,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def end_phases(self) -> None:
         """Make every parameter that some phase trains require a gradient again."""
-        for parameter in self._all_trained:
+        for parameter in self._all_trained if self._phase else ():
             parameter.requires_grad_(True)
         self._trained, self._phase, self._step_name = self._all_trained, "", "training_step"
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from trainkit.optim.chained_optimizer import ChainedOptimizer
 from trainkit.strategies.ddp.strategy import DDPStrategy
 
 from tests.seams.training import BOUND, EVERY, MAKE_STRATEGY, Layers, batches, difference, trained
 from trainkit import Callback, Phase
 from trainkit.errors import UserError
+from trainkit.optim.chained_optimizer import ChainedOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -17,16 +17,19 @@ def _in_a_folder(tmp_path, monkeypatch):
 
 
 class Frozen(Layers):
-    """Its first layer is frozen at first, and trained from the third step on; the bias of the last is frozen then."""
+    """Its first layer is frozen until step 2, a bias from step 4 on, and another one until step 5."""
 
     def finish(self):
         self.a.requires_grad_(False)
+        self.b.bias.requires_grad_(False)
 
     def change(self, step, optimizer):
         if step == 2:
             self.a.requires_grad_(True)
         if step == 4:
             self.c.bias.requires_grad_(False)
+        if step == 5:
+            self.b.bias.requires_grad_(True)
 
 
 class Head(Layers):

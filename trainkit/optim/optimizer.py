@@ -269,8 +269,8 @@ class PhaseOptimizer:
         if len(groups) != len(saved) or not all(map(_fits, saved, groups)):
             raise UserError(
                 f"{where} was saved with another optimizer: its parameter groups are {_described(saved)}, those of "
-                f"this run {_described(groups)}. Use the same configure_optimizers to resume it; make groups there that "
-                "the run had added by add_param_group."
+                f"this run {_described(groups)}. Use the same configure_optimizers to resume it; a group that "
+                "add_param_group added during the run must be made there."
             )
         if len(schedules) != len(self.schedules):
             raise UserError(
