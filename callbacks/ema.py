@@ -55,6 +55,12 @@ class WeightAveraging(Callback):
         if run.resumed_from is None:
             self._reset()
         self._seen_step = run.state.step
+        averaging = next((each.optimizer for each in run.phase_optimizers if each.has_mode), None)
+        if averaging is not None:
+            raise UserError(
+                f"{type(self).__name__} and {type(averaging).__name__} both evaluate with an average of the weights; "
+                "remove the callback."
+            )
         low = [name for name, tensor in local_state(run.strategy, run.task).items() if tensor.dtype in _LOW_PRECISION]
         if low:
             raise UserError(

@@ -101,8 +101,9 @@ def session(
     data, checkpoint = trainer.check(task, data, resume=resume)
     config = trainer.fit_config
     with run_on_rank(trainer.strategy, config, task, data, folder) as run:
-        yield Session(run, prepare_fit(run, config, checkpoint))
-        run.emit("on_fit_end")
+        loop = prepare_fit(run, config, checkpoint)
+        yield Session(run, loop)
+        loop.end()
 
 
 class Session:
@@ -162,13 +163,14 @@ class Session:
         """
         if stage not in self._evaluations:
             self._evaluations[stage] = evaluation_loop(self.run, stage, limit=None)
-        metrics = self._evaluations[stage].run()
-        if metrics is None:
-            return {}
-        if stage == "validation":
-            for phase_optimizer in self.run.phase_optimizers:
-                phase_optimizer.step_schedules("metric", metrics)
-        self.run.emit("on_evaluation_end", stage, metrics)
+        with self.run.optimizers_in_evaluation():
+            metrics = self._evaluations[stage].run()
+            if metrics is None:
+                return {}
+            if stage == "validation":
+                for phase_optimizer in self.run.phase_optimizers:
+                    phase_optimizer.step_schedules("metric", metrics)
+            self.run.emit("on_evaluation_end", stage, metrics)
         return metrics
 
     def save(self) -> Path | None:

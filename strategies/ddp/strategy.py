@@ -258,6 +258,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         hooks = step_hooks(phase_optimizer.optimizer)
         if hooks == self._tried_hooks:
             return
+        if phase_optimizer.has_mode:
+            raise UserError(
+                f"{type(phase_optimizer.optimizer).__name__} counts its steps, and {self._divided_by}=true makes one "
+                f"for each part of the parameters. Set strategy.{self._divided_by}=false."
+            )
         culprit, self._tried_hooks = coupled_by(phase_optimizer.optimizer), hooks
         if culprit is not None:
             raise UserError(

@@ -303,6 +303,11 @@ class PipelineStrategy(MultiProcessStrategy):
                 "strategy=ddp."
             )
         self._check_separable(phase_optimizer)
+        if self.shard_optimizer and phase_optimizer.has_mode:
+            raise UserError(
+                f"{type(phase_optimizer.optimizer).__name__} evaluates with other weights than it trains, of which "
+                "shard_optimizer=true gives each replica a part. Set strategy.shard_optimizer=false."
+            )
         phase_optimizer.max_over_ranks = self.mesh.max_over_stages
         self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
 

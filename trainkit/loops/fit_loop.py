@@ -72,7 +72,13 @@ class FitLoop:
                 if policy.weights_are_finite():
                     self._log()
                 break
-        run.emit("on_fit_end")
+        self.end()
+
+    def end(self) -> None:
+        """Leave the weights to evaluate with in the task, and call callbacks for the last time; collective."""
+        for phase_optimizer in self._run.phase_optimizers:
+            phase_optimizer.set_mode(training=False)
+        self._run.emit("on_fit_end")
 
     def start(self) -> None:
         """Compose the step and prepare the task for it; repeat an evaluation that was interrupted. Collective."""
@@ -88,6 +94,7 @@ class FitLoop:
             run.state.sync_clock()
         self._start_intervals()
         for phase_optimizer in run.phase_optimizers:
+            phase_optimizer.set_mode(training=True)
             phase_optimizer.follow_groups()  # the strategy may have replaced parameters
         run.emit("on_fit_start")
         if any(phase_optimizer.skip_nonfinite for phase_optimizer in run.phase_optimizers):
@@ -242,14 +249,15 @@ class FitLoop:
         run = self._run
         run.state.evaluation_due = True
         self._policy.check()
-        metrics = self._validation.run()
-        if metrics is None:
-            self._is_stopping = True
-            return
-        run.state.evaluation_due = False
-        for phase_optimizer in run.phase_optimizers:
-            phase_optimizer.step_schedules("metric", metrics)
-        run.emit("on_evaluation_end", "validation", metrics)
+        with run.optimizers_in_evaluation():
+            metrics = self._validation.run()
+            if metrics is None:
+                self._is_stopping = True
+                return
+            run.state.evaluation_due = False
+            for phase_optimizer in run.phase_optimizers:
+                phase_optimizer.step_schedules("metric", metrics)
+            run.emit("on_evaluation_end", "validation", metrics)
 
 
 def single_step(phase: PhaseStep) -> TrainStep:

@@ -282,6 +282,8 @@ class RollbackPoint:
         state.micro_batch_size = size  # found since the checkpoint, and in use
         run.resumed_from = resumed_from
         begin_training(run.task)
+        for phase_optimizer in run.phase_optimizers:
+            phase_optimizer.set_mode(training=True)
         for phase_optimizer in run.phase_optimizers:  # of the step that was not finished
             phase_optimizer.zero_grad()
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -181,6 +181,18 @@ class Run:
         """
         return self.strategy.whole_task(self.task)
 
+    @contextmanager
+    def optimizers_in_evaluation(self) -> Iterator[None]:
+        """Give the task the weights to evaluate with, inside the context, if an optimizer trains others."""
+        modes = [(each, each.is_training) for each in self.phase_optimizers]
+        for phase_optimizer, _ in modes:
+            phase_optimizer.set_mode(training=False)
+        try:
+            yield
+        finally:
+            for phase_optimizer, is_training in modes:
+                phase_optimizer.set_mode(training=is_training)
+
     def request_stop(self, reason: str) -> None:
         """Stop training after this step, on all ranks; `reason` is written to the summary."""
         if self.stop_reason is None:
@@ -298,11 +310,17 @@ class Checkpointer:
             the weights are not worth saving.
 
         """
-        run, state = self._run, self._run.state
+        run = self._run
         if self.store is None or not run.weights_are_finite():
             return None
         run.check_folder()
         self._wait_for_shards()
+        with run.optimizers_in_evaluation():  # a resume brings back the weights to train, from the optimizer's state
+            return self._save(reason=reason, background=background, sharded=sharded, then=then)
+
+    def _save(self, *, reason: str, background: bool, sharded: bool, then: OnSaved | None) -> CheckpointEntry | None:
+        run, state = self._run, self._run.state
+        assert self.store is not None
         shards = self._shards() if sharded else None
         payload = self._payload(shards)
         name, metrics = f"step_{state.step:08d}", run.metrics_of_this_step()
@@ -368,6 +386,8 @@ class Checkpointer:
 
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
+        for phase_optimizer in run.phase_optimizers:
+            phase_optimizer.set_mode(training=False)  # as when the checkpoint was saved
         self.load_weights(payload, where=where)
         saved = _saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
         for phase_optimizer, (optimizer, schedules) in zip(run.phase_optimizers, saved, strict=True):

@@ -209,11 +209,12 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     measured = {name for name in run.state.metrics if name.startswith("validation/")}  # before a resume
     is_checked = checkpoint is not None and _monitored(run) <= measured
     if validation is not None and config.num_sanity_batches and not is_checked:
-        metrics = _open_evaluation(run, "sanity", limit=config.num_sanity_batches).run()
-        if metrics is not None:
-            for phase_optimizer in run.phase_optimizers:
-                phase_optimizer.check_monitored(metrics)
-            run.emit("on_evaluation_end", "sanity", metrics)
+        with run.optimizers_in_evaluation():
+            metrics = _open_evaluation(run, "sanity", limit=config.num_sanity_batches).run()
+            if metrics is not None:
+                for phase_optimizer in run.phase_optimizers:
+                    phase_optimizer.check_monitored(metrics)
+                run.emit("on_evaluation_end", "sanity", metrics)
     _open_loggers(run)
     return loop
 

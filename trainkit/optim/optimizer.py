@@ -126,6 +126,9 @@ class PhaseOptimizer:
         """Called in every step with the complete gradients in place, before they are clipped."""
         self.max_over_ranks: Callable[[Tensor], Tensor] | None = None
         """Returns the largest value of any rank, if ranks hold different gradients: what one skips, all skip."""
+        self.has_mode = any(map(_has_mode, members(optimizer)))
+        """True if the optimizer trains other weights than those to evaluate with, such as a schedule-free one."""
+        self.set_mode(training=True)
         self.needs_closure = isinstance(optimizer, LBFGS)
         """True if a step evaluates the loss several times, by `closure`."""
         self.closure: Callable[[], Tensor] | None = None
@@ -164,6 +167,15 @@ class PhaseOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         """The optimizer's present parameters, to which a run may add."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def set_mode(self, *, training: bool) -> None:
+        """Leave in the parameters the weights to train, or those to evaluate with, of an optimizer that has both."""
+        self.is_training = training
+        for one in filter(_has_mode, members(self.optimizer)) if self.has_mode else ():
+            getattr(one, "train" if training else "eval")()
+            # Made by a look into the defaultdict; on a stage of a pipeline they would hide those of other stages.
+            for parameter in [parameter for parameter, state in one.state.items() if not state]:
+                del one.state[parameter]
 
     def follow_groups(self) -> bool:
         """Return True if parameters have come into the optimizer or left it since the last call."""
@@ -472,6 +484,10 @@ def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     step = type(optimizer).step
     wrapped: Callable[[Optimizer], Any] | None = getattr(step, "__wrapped__", None)
     return wrapped if getattr(step, "hooked", False) and "step" not in vars(optimizer) else None
+
+
+def _has_mode(optimizer: Optimizer) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
