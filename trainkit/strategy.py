@@ -167,8 +167,10 @@ class Strategy:
 
     def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
         """Return True if `retrain` must be called: what is trained has changed since the last step, on every rank."""
-        has_changed = [phase_optimizer.follow_groups() for phase_optimizer in phase_optimizers]
-        return any(has_changed) or any([parameter.requires_grad for parameter in self._untrained.values()])
+        is_outdated = False
+        for phase_optimizer in phase_optimizers:
+            is_outdated |= phase_optimizer.follow_groups()
+        return is_outdated or any([parameter.requires_grad for parameter in self._untrained.values()])
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         """Train the parameters that require a gradient now and those in the optimizers now; collective."""

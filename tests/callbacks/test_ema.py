@@ -283,7 +283,7 @@ def test_a_stage_without_weights_counts_every_update() -> None:
         task=None,
         state=state,
         resumed_from=None,
-        phase_optimizers=[None],
+        phase_optimizers=[SimpleNamespace(has_mode=False)],
     )
     average.on_fit_start(run)
     for state.step in (1, 2, 3):

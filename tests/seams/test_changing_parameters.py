@@ -206,4 +206,4 @@ def test_a_group_for_a_chained_optimizer_names_its_member():
         chain.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     chain.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(UserError, match="add it to the ChainedOptimizer"):
-        chain.step()
+        chain.check_members()

@@ -5,15 +5,15 @@ import signal
 
 import pytest
 import torch
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.ema import EMA
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.seams.training import BOUND, EVERY, MAKE_STRATEGY, Layers, batches, difference, samples, trained
 from trainkit import Callback, Data, Trainer, session
-from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.callbacks.ema import EMA
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import Stopped, UserError
-from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 REFUSED = {"fusion_sharded": "Averaging may need full parameters", "fsdp": "Averaging may need full parameters"}
 

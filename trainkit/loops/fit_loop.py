@@ -85,7 +85,7 @@ class FitLoop:
         run = self._run
         begin_training(run.task)
         run.task.zero_grad(set_to_none=True)
-        run.sync_stopping_hooks()
+        run.follow_stopping_hooks()
         self._policy.prepare()
         self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
         run.state.start_clock()

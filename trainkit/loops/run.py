@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,8 +139,6 @@ class Run:
         for callback in self.callbacks:
             for name, hook in callback.overridden_hooks().items():
                 self._hooks.setdefault(name, []).append(hook)
-        self.stopping_hooks: Collection[str] = [name for name, hooks in self._hooks.items() if _may_stop(name, hooks)]
-        """Hooks that may request a stop, on any rank once training has started."""
         self.may_be_stopped = True
         """True if a hook was called that may have requested a stop, since ranks agreed on it last."""
         self.checkpointer = Checkpointer(self)
@@ -166,12 +164,12 @@ class Run:
         """Call the callbacks' methods for a hook."""
         for method in self._hooks.get(hook, ()):
             method(self, *arguments)
-        if hook in self.stopping_hooks:
-            self.may_be_stopped = True
 
-    def sync_stopping_hooks(self) -> None:
-        """Know of the hooks of any rank that may request a stop; collective."""
-        self.stopping_hooks = frozenset().union(*self.strategy.comm.all_gather_object(self.stopping_hooks))
+    def follow_stopping_hooks(self) -> None:
+        """Set `may_be_stopped` after each hook that may request a stop on any rank; collective."""
+        stopping = {name for name, hooks in self._hooks.items() if _may_stop(name, hooks)}
+        for name in set().union(*self.strategy.comm.all_gather_object(stopping)):
+            self._hooks.setdefault(name, []).append(_note_stop)
 
     def whole_task(self) -> AbstractContextManager[TaskModule]:
         """Return a context in which `run.task` has all values of its parameters and buffers, on every rank; collective.
@@ -645,6 +643,10 @@ class Checkpointer:
 
     def _wait_for_shards(self) -> bool:
         return self._sharded_writer is not None and self._sharded_writer.finish()
+
+
+def _note_stop(run: Run, *arguments: Any) -> None:
+    run.may_be_stopped = True
 
 
 def _may_stop(name: str, hooks: Sequence[Callable[..., None]]) -> bool:

@@ -41,6 +41,15 @@ class ChainedOptimizer(Optimizer):
             {**(self.optimizers[param_group["optimizer"]].defaults if is_made else {}), **param_group}
         )
 
+    def check_members(self) -> None:
+        """Raise UserError for a group that was added to one of the optimizers: the next step would drop it."""
+        for index, member in enumerate(self.optimizers):
+            if len(member.param_groups) > sum(group["optimizer"] == index for group in self.param_groups):
+                raise UserError(
+                    f"a group was added to the {type(member).__name__} inside of a ChainedOptimizer; add it to the "
+                    f"ChainedOptimizer: add_param_group({{'params': parameters, 'optimizer': {index}}})."
+                )
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:  # type: ignore[override] # torch overloads it
         """Step each optimizer with its parameter groups and the common state, which strategies may have replaced."""
@@ -49,13 +58,7 @@ class ChainedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, optimizer in enumerate(self.optimizers):
-            groups = [group for group in self.param_groups if group["optimizer"] == index]
-            if len(optimizer.param_groups) > len(groups):
-                raise UserError(
-                    f"a group was added to the {type(optimizer).__name__} inside of a ChainedOptimizer; add it to the "
-                    f"ChainedOptimizer: add_param_group({{'params': parameters, 'optimizer': {index}}})."
-                )
-            optimizer.param_groups = groups
+            optimizer.param_groups = [group for group in self.param_groups if group["optimizer"] == index]
             optimizer.state = self.state
             optimizer.step()
         return loss

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from trainkit.errors import CheckpointError, UserError, check_monitored, raising_module
 from trainkit.model.transforms import matches
-from trainkit.optim.chained_optimizer import members
+from trainkit.optim.chained_optimizer import ChainedOptimizer, members
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.optim.optimizer_settings import OptimizerSettings
 from trainkit.optim.phase import Phase, check_phases
@@ -178,12 +177,20 @@ class PhaseOptimizer:
                 del one.state[parameter]
 
     def follow_groups(self) -> bool:
-        """Return True if parameters have come into the optimizer or left it since the last call."""
-        present = [group["params"] for group in self.optimizer.param_groups]
-        lengths = list(map(len, present))
-        if lengths == list(map(len, self._groups)) and all(map(is_, chain(*present), chain(*self._groups))):
-            return False
-        self._groups = list(map(list, present))
+        """Return True if parameters have come into the optimizer or left it since the last call.
+
+        Raises UserError for parameters that the optimizer would not step.
+        """
+        groups = self.optimizer.param_groups
+        if isinstance(self.optimizer, ChainedOptimizer):
+            self.optimizer.check_members()
+        if len(groups) == len(self._groups):
+            for group, known in zip(groups, self._groups, strict=True):
+                if len(group["params"]) != len(known) or not all(map(is_, group["params"], known)):
+                    break
+            else:
+                return False
+        self._groups = [list(group["params"]) for group in groups]
         _fill_momentum(self.optimizer)
         return True
 
@@ -241,8 +248,9 @@ class PhaseOptimizer:
 
     def zero_grad(self) -> None:
         """Leave every parameter without a gradient."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def step_schedules(self, when: Moment, metrics: Mapping[str, float] | None = None) -> None:
         """Step the schedules of a moment; raises UserError if one follows a metric that is not in `metrics`."""
