@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp.strategy import DDPStrategy
 
-from tests.seams.training import BOUND, EVERY, MAKE_STRATEGY, Layers, batches, difference, trained
-from trainkit import Callback, Phase
+from tests.seams.training import BOUND, EVERY, MAKE_STRATEGY, Layers, batches, difference, samples, trained
+from trainkit import Callback, Data, Phase, Trainer
 from trainkit.errors import UserError
 from trainkit.optim.chained_optimizer import ChainedOptimizer
 
@@ -156,6 +157,31 @@ def test_an_optimizer_that_steps_in_backward_takes_in_parameters(monkeypatch):
 
     monkeypatch.setitem(MAKE_STRATEGY, "ddp", in_backward)
     assert difference(trained("ddp", FrozenBody(), Change()), plain_loop(FrozenBody)) < BOUND
+
+
+class Moments(Frozen):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Continue(Change):
+    """Unfreezes again in a resumed run."""
+
+    def on_fit_start(self, run):
+        for step in range(run.state.step + 1):
+            run.task.change(step, run.phase_optimizers[0].optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fusion_sharded"])
+def test_a_resumed_run_continues_with_the_moments_of_unfrozen_parameters(strategy):
+    saving = Checkpoint(every="1step", save_last_k=None)
+    reference = plain_loop(Moments)
+    assert difference(trained(strategy, Moments(), saving, Change(), run_dir="run"), reference) < BOUND
+    resumed = Moments()
+    data = Data(train=samples(), batch_size=8, shuffle=False)
+    settings = {"max_duration": "1epoch", "loggers": [], "callbacks": [Continue()], "run_dir": "run"}
+    Trainer(MAKE_STRATEGY[strategy](), **settings).fit(resumed, data, resume="run/checkpoints/step_00000003.pt")
+    assert difference(resumed.state_dict(), reference) < BOUND
 
 
 class Alternating(Layers):
