@@ -67,13 +67,14 @@ class ParameterShard:
 
     def guard(self) -> None:
         """Let every use of the values of `original` and `sharded` raise UserError."""
-        for tensor, kind in ((self.original, _Replaced), (self.sharded, _GuardedShard)):
-            _SHARDS[id(tensor)] = self
-            tensor.__class__ = kind
+        _SHARDS[id(self.original)] = _SHARDS[id(self.sharded)] = self
+        _set_class(self.original, _Replaced)
+        _set_class(self.sharded, _GuardedShard)
 
     def unguard(self) -> None:
         """Make `original` and `sharded` ordinary tensors."""
-        self.original.__class__, self.sharded.__class__ = nn.Parameter, DTensor
+        _set_class(self.original, nn.Parameter)
+        _set_class(self.sharded, DTensor)
 
 
 _SHARDS: WeakValueDictionary[int, ParameterShard] = WeakValueDictionary()
@@ -86,22 +87,22 @@ class _GuardedShard(DTensor):
     __slots__ = ()  # or the class of a DTensor could not be changed to it
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override] # torch calls it as this
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = function.overloadpacket.__name__
         if name.endswith("_like") or name.startswith("new_"):
-            return super().__torch_dispatch__(function, types, args, kwargs)
-        raise _refusal(*(tensor for tensor in tensors_in([args, kwargs]) if id(tensor) in _SHARDS))
+            return super().__torch_dispatch__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        raise refusal(*(tensor for tensor in tensors_in([args, kwargs]) if id(tensor) in _SHARDS))
 
     def _refuse(self, *args: Any) -> Any:
-        raise _refusal(self)
+        raise refusal(self)
 
     data = property(_refuse, _refuse)  # assigned, it would not reach the shard
     numpy = tolist = __reduce_ex__ = _refuse  # type: ignore[assignment] # they raise errors of torch, or pickle a shard
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient of the whole parameter, of which each rank has a shard: that of `local`."""
         gradient = _SHARDS[id(self)].local.grad
         return None if gradient is None else like(self, gradient)
@@ -109,7 +110,7 @@ class _GuardedShard(DTensor):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is not None and not isinstance(gradient, DTensor):
-            raise _refusal(self)
+            raise refusal(self)
         _SHARDS[id(self)].local.grad = None if gradient is None else gradient.to_local()
 
     def register_hook(self, hook: Any) -> RemovableHandle:
@@ -128,10 +129,15 @@ class _Replaced(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise _refusal(*(tensor for tensor in tensors_in([args, kwargs]) if type(tensor) is _Replaced))
+        raise refusal(*(tensor for tensor in tensors_in([args, kwargs]) if type(tensor) is _Replaced))
 
 
-def _refusal(*tensors: Tensor) -> UserError:
+def _set_class(tensor: Any, kind: type[Tensor]) -> None:
+    tensor.__class__ = kind
+
+
+def refusal(*tensors: Tensor) -> UserError:
+    """Return the error of a use of one of these `original` or `sharded` parameters."""
     shard = _SHARDS.get(id(tensors[0])) if tensors else None
     return UserError(
         f"{'a parameter' if shard is None else shard.name} is used as a whole, where each rank has a shard of it under "

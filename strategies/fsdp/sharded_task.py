@@ -28,7 +28,7 @@ from trainkit.strategy import named_state
 from trainkit.task import TaskModule
 from trainkit.tree import tensors_in
 
-from .parameter_shard import ParameterShard, like
+from .parameter_shard import ParameterShard, like, refusal
 from .references import Reference, references
 from .unit_order import UnitOrder
 
@@ -247,6 +247,7 @@ class ShardedTask:
         self._references = _references_to(task, [original for _, _, original in self._originals])
         self._root = _Root(task)
         self._is_whole = False
+        self._is_in_pass = True  # until what was gathered is freed
         self._unattached: dict[tuple[int, str], ParameterShard] = {}
         self._places_of: dict[int, list[tuple[nn.Module, str, ParameterShard]]] = defaultdict(list)  # by unit
         self._calls: set[int] = set()  # the units that ran since the end of the last evaluation, by index
@@ -276,6 +277,7 @@ class ShardedTask:
             unit.set_force_sum_reduction_for_comms(True)
             if order is not None and hasattr(unit, "set_custom_reduce_scatter"):  # in newer versions of torch
                 unit.set_custom_reduce_scatter(_OrderedReduceScatter(order))  # type: ignore[arg-type] # a protocol
+            type(unit).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined] # in place of torch's, which raises too
         if records:
             self._make_shards(records)
         with torch.no_grad():
@@ -347,6 +349,7 @@ class ShardedTask:
         """Return what the task's method returns for a batch; collective."""
         if self._is_whole:
             return getattr(self.task, step_name)(batch)
+        self._is_in_pass = True
         if self._order is not None:
             self._order.begin(step_name)
         returned = self._root(step_name, batch)
@@ -389,6 +392,7 @@ class ShardedTask:
 
     def reshard(self) -> None:
         """Free what was gathered: afterwards the task holds shards only."""
+        self._is_in_pass = False
         for unit in self._units if not self._is_whole else ():
             unit.reshard()
 
@@ -402,6 +406,8 @@ class ShardedTask:
 
     def _begin_unit(self, index: int, module: nn.Module, inputs: Any) -> None:
         """Raise UserError if ranks run different units, or with values that the gathered ones would replace."""
+        if not self._is_in_pass:  # a callback's call, perhaps of one rank
+            raise refusal(self._places_of[index][0][2].sharded)
         if self._order is not None:
             self._order.forward(index)
         for holder, name, shard in self._places_of[index]:
@@ -654,7 +660,8 @@ class _OrderedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self._order.reduce(input_tensor.numel())
-        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
 
 
 class _Root(nn.Module):
@@ -674,6 +681,13 @@ def _added_names(module: nn.Module) -> dict[str, set[Any]]:
     return {"": set(vars(module)), **{key: names for key, names in tables.items() if "hooks" in key}}
 
 
+def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
+    raise UserError(
+        f"a module with the unit {type(module).__name__} cannot be copied as a whole, where each rank has a shard of "
+        "it under strategy=fsdp. Copy it on every rank in `with run.whole_task() as task:`."
+    )
+
+
 def has_rows(parameter: nn.Parameter) -> bool:
     """Return True if there is something to shard."""
     return parameter.dim() > 0 and (parameter.is_meta or parameter.numel() > 0)
@@ -690,7 +704,7 @@ def _references_to(task: nn.Module, parameters: Sequence[nn.Parameter]) -> list[
             continue
         address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        first, last = (tensor.itemsize * (tensor.storage_offset() + end) for end in (0, reach))
+        first, last = (tensor.itemsize * int(tensor.storage_offset() + end) for end in (0, reach))
         for other_first, other_last, other, other_name in spans[address] if address else ():
             if other != id(tensor) and first <= other_last and other_first <= last:
                 raise UserError(

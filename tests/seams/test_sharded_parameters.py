@@ -24,7 +24,7 @@ from tests.seams.test_whole_task import (
     shrink,
 )
 from tests.seams.test_whole_task import plain_loop as plain_loop_with_callback
-from tests.seams.training import BATCH_SIZE, BOUND, MAKE_STRATEGY, STEPS, Layers, batches, difference, trained
+from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, difference, trained
 from trainkit import Callback
 from trainkit.errors import UserError
 
@@ -37,8 +37,9 @@ def in_units(tmp_path, monkeypatch):
 
 
 def use(monkeypatch, units=("Linear",), **settings):
-    strategy = lambda: FSDPStrategy(device="cpu", devices=2, units=list(units), **settings)
-    monkeypatch.setitem(MAKE_STRATEGY, "fsdp", strategy)
+    monkeypatch.setitem(
+        MAKE_STRATEGY, "fsdp", lambda: FSDPStrategy(device="cpu", devices=2, units=list(units), **settings)
+    )
 
 
 def plain_loop(task, optimizer=None, *, before_step=lambda step: None, loss=None):
@@ -159,19 +160,16 @@ class Scales(Callback):
 def test_attributes_and_lists_of_parameters_are_those_of_the_shards():
     task = Marked()
     task.a.weight.scale = 0.5
-    loss = lambda inputs, targets: 0.5 * nn.functional.mse_loss(task(inputs), targets)
-    assert (
-        difference(trained("fsdp", Marked(), Scales()), plain_loop(task, task.configure_optimizers(), loss=loss))
-        < BOUND
-    )
 
+    def loss(inputs, targets):
+        return 0.5 * nn.functional.mse_loss(task(inputs), targets)
 
-class Kept(Marked):
-    """After training its lists have its parameters again."""
+    reference = plain_loop(task, task.configure_optimizers(), loss=loss)
+    assert difference(trained("fsdp", Marked(), Scales()), reference) < BOUND
 
 
 def test_lists_have_the_whole_parameters_after_training():
-    task = Kept()
+    task = Marked()
     trained("fsdp", task)
     assert task.decayed[0] is task.a.weight and task.decayed[0].shape == (8, 8) and task.rates[task.c.weight] == 0.05
 
@@ -268,7 +266,9 @@ class WithEmpty(Layers):
 
 
 def test_empty_parameters_are_no_part_of_units():
-    assert difference(trained("fsdp", WithEmpty()), plain_loop(WithEmpty())) < BOUND
+    weights, reference = trained("fsdp", WithEmpty()), plain_loop(WithEmpty())
+    assert weights.pop("nothing").shape == (0,) and weights.pop("a.nothing").shape == (0, 3)
+    assert difference(weights, {name: reference[name] for name in weights}) < BOUND
 
 
 class Unfreezes(Layers):
@@ -387,8 +387,14 @@ class Touches(Callback):
     """Touches a weight in every way, without `whole_task`."""
 
     def on_step_end(self, run):
-        for how, touch in {**WAYS, "data": lambda task: setattr(task.c.weight, "data", torch.zeros(1, 8))}.items():
-            with pytest.raises(UserError, match=r"is used as a whole.*with run\.whole_task\(\) as task"):
+        others = {
+            "data set": lambda task: setattr(task.c.weight, "data", torch.zeros(1, 8)),
+            "conversion": lambda task: task.float(),  # by `double` nothing would be converted
+            "gradient": lambda task: setattr(task.c.weight, "grad", torch.zeros(1, 8)),
+            "list": lambda task: task.c.bias.tolist(),
+        }
+        for how, touch in {**WAYS, **others}.items():
+            with pytest.raises(UserError, match=r"as a whole.*with run\.whole_task\(\) as task"):
                 touch(run.task)
                 raise AssertionError(how)
 
@@ -402,6 +408,3 @@ def test_a_shard_that_is_touched_is_named_and_its_metadata_is_there(callback):
 def test_a_parameter_that_is_replaced_in_the_whole_task_is_named():
     with pytest.raises(UserError, match=r"replaced 'c\.weight'"):
         trained("fsdp", Layers(), Replaces())
-
-
-assert STEPS * BATCH_SIZE == 48  # the steps that tests count

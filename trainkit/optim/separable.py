@@ -79,7 +79,7 @@ def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 def _is_coupled(optimizer: Optimizer, *, with_hooks: bool, of_elements: bool) -> bool:
     full = [torch.ones([min(size, _SIDE) for size in one.shape]) for one in _parameters(optimizer)]
-    together = _tried(optimizer, full, with_hooks=with_hooks)
+    together = _tried(optimizer, full, with_hooks=with_hooks, with_all=of_elements)
     parts = [
         [mask * ((index >> bit) & 1 == value) for index, mask in enumerate(full)]
         for bit in range((len(full) - 1).bit_length())  # any two indices differ in one of the bits
@@ -88,7 +88,7 @@ def _is_coupled(optimizer: Optimizer, *, with_hooks: bool, of_elements: bool) ->
     if of_elements:
         parts += [[_row(mask, index) for mask in full] for index in range(_SIDE)]
     for part in parts:
-        alone = _tried(optimizer, part, with_hooks=with_hooks)
+        alone = _tried(optimizer, part, with_hooks=with_hooks, with_all=of_elements)
         for index, mask in enumerate(part):
             if mask.any() and _differ(*([value * mask for value in tried[index]] for tried in (together, alone))):
                 return True
@@ -108,11 +108,11 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return list({id(parameter): parameter for parameter in listed}.values())
 
 
-def _tried(optimizer: Optimizer, part: Sequence[Tensor], *, with_hooks: bool) -> list[list[Tensor]]:
+def _tried(optimizer: Optimizer, part: Sequence[Tensor], *, with_hooks: bool, with_all: bool) -> list[list[Tensor]]:
     """Return the values of each parameter's copy, at first and after each step in which `part` has gradients.
 
     `part` has 1 where an element of a copy is part of it. The others are zeros, as are parameters that a strategy
-    leaves out of memory.
+    leaves out of memory; their gradients are zeros `with_all`, else None.
     """
     clone, parameters = _clone(optimizer, with_hooks=with_hooks)
     generator = torch.Generator().manual_seed(0)  # its draws do not depend on `part`
@@ -123,7 +123,7 @@ def _tried(optimizer: Optimizer, part: Sequence[Tensor], *, with_hooks: bool) ->
     for scale in _GRADIENT_SCALES:
         for parameter, mask in zip(parameters, part, strict=True):
             gradient = (torch.randn(parameter.shape, generator=generator) * scale * mask).to(parameter)
-            parameter.grad = gradient if mask.any() and parameter.requires_grad else None
+            parameter.grad = gradient if (with_all or mask.any()) and parameter.requires_grad else None
         clone.step()
         for parameter, history in zip(parameters, values, strict=True):
             history.append(parameter.detach().clone())
