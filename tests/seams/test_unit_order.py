@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, difference, trained
 from trainkit.errors import UserError
@@ -92,6 +94,50 @@ def test_ranks_that_run_different_units_are_named(make_task, units, message, mon
     use(monkeypatch, units)
     with pytest.raises(UserError, match=f"{message}.*strategy=ddp"):
         trained("fsdp", make_task())
+
+
+class UnconnectedWithoutOthers(Unconnected):
+    """No other parameter is unused."""
+
+    def build(self):
+        super().build()
+        del self.experts[1]
+
+
+class UnconnectedLater(Unconnected):
+    """The loss of one rank does not depend on the model in the last micro-batch of a step."""
+
+    first_step = 4
+
+
+@pytest.mark.parametrize(
+    ("make_task", "settings", "remedy"),
+    [
+        (UnconnectedWithoutOthers, {}, "strategy.find_unused_parameters=true"),
+        (UnconnectedLater, {"accumulate": 2, "find_unused_parameters": True}, "Set strategy=ddp."),
+    ],
+)
+def test_torch_ddp_refuses_a_loss_that_depends_on_other_parameters_than_those_of_other_ranks(
+    make_task, settings, remedy, monkeypatch
+):
+    monkeypatch.setitem(MAKE_STRATEGY, "torch_ddp", lambda: TorchDDPStrategy(device="cpu", devices=2, **settings))
+    with pytest.raises(UserError, match=f"the loss of rank 1 does not depend on the parameter a.weight.*{remedy}"):
+        trained("torch_ddp", make_task())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"), [(DDPStrategy, {}), (TorchDDPStrategy, {"find_unused_parameters": True})]
+)
+def test_the_strategies_that_are_advised_train_it(strategy, settings, monkeypatch):
+    monkeypatch.setitem(MAKE_STRATEGY, "advised", lambda: strategy(device="cpu", devices=2, **settings))
+    task = ConnectedToHalf()
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5)
+    for step, (inputs, targets) in enumerate(batches(), start=1):
+        halves = [(inputs[rank::2], targets[rank::2]) for rank in range(2)]
+        sum(0.5 * task.loss(half, rank == 1 and step >= 3) for rank, half in enumerate(halves)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert difference(trained("advised", ConnectedToHalf()), task.state_dict()) < BOUND
 
 
 class Alternating(Layers):
