@@ -489,7 +489,8 @@ class ShardedTask:
 
     def state_dict(self, *, is_main: bool) -> dict[str, Any]:
         """Return the state of the task, in host memory if `is_main`, else with the shapes of parameters; collective."""
-        state: dict[str, Any] = self.task.state_dict(keep_vars=True)
+        with self._unguarded():
+            state: dict[str, Any] = self.task.state_dict(keep_vars=True)
         wholes: dict[int, Tensor] = {}  # shared parameters stay shared
         for key, value in state.items():
             if isinstance(value, DTensor):
@@ -514,7 +515,8 @@ class ShardedTask:
                 state[key] = own[id(value)]
             elif key in saved:
                 state[key] = in_memory(saved[key])
-        self.task.load_state_dict(state)
+        with self._unguarded():
+            self.task.load_state_dict(state)
 
     def make_whole(self) -> None:
         """Leave the task as it was before it was sharded, with the present values; collective."""
@@ -563,13 +565,21 @@ class ShardedTask:
     def plain(self) -> Iterator[None]:
         """Leave the task in the block without what PyTorch added to its modules, so that it can be copied."""
         restore = self._remove_units()
+        try:
+            with self._unguarded():
+                yield
+        finally:
+            restore()
+
+    @contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        """Let the shards be used as DTensors in the block."""
         for shard in self.shards:
             shard.unguard()
         try:
             yield
         finally:
-            restore()
-            for shard in self.shards:
+            for shard in self.shards if not self._is_whole else ():
                 shard.guard()
 
     def _fill_originals(self) -> None:
