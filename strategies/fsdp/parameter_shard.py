@@ -46,6 +46,7 @@ class ParameterShard:
     def attach(self, gathered: nn.Parameter) -> None:
         """Let the parameter that autograd sees have the attributes and hooks of the original."""
         self.gathered = gathered
+        _set_class(gathered, _Gathered)
         gathered.__dict__ = vars(self.original)
         self._share_hooks()
 
@@ -120,6 +121,22 @@ class _GuardedShard(DTensor):
     def register_post_accumulate_grad_hook(self, hook: Any) -> RemovableHandle:
         """Register a hook that is called with the whole parameter after its gradient was accumulated."""
         return _SHARDS[id(self)].add_hook(Tensor.register_post_accumulate_grad_hook, hook)
+
+
+class _Gathered(nn.Parameter):
+    """A gathered parameter, of which changes by `data` are seen: they would be lost."""
+
+    def _read(self) -> Tensor:
+        return self.detach()  # which counts changes together with the parameter, as that of torch does not
+
+    def _refuse(self, values: Tensor) -> None:
+        raise UserError(
+            f"the data of a parameter of shape {tuple(self.shape)} was assigned during a step, where it is a gathered "
+            "copy of its shards: the change would be lost. Change parameters in a callback's on_step_end, in `with "
+            "run.whole_task() as task:`, or set strategy=single."
+        )
+
+    data = property(_read, _refuse)
 
 
 class _Replaced(nn.Parameter):

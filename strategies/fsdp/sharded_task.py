@@ -260,6 +260,7 @@ class ShardedTask:
             note = torch.compiler.disable(partial(self._note_call, index))
             begin = torch.compiler.disable(partial(self._begin_unit, index))
             module.register_forward_hook(check)  # before parameters are freed
+            module.register_forward_pre_hook(note, prepend=True)  # after they are gathered, before hooks of the user
             fully_shard(
                 module,
                 mesh=mesh,
@@ -269,7 +270,6 @@ class ShardedTask:
                 ignored_params=set(self.replicated),
             )
             module.register_forward_pre_hook(begin, prepend=True)  # before they are gathered
-            module.register_forward_pre_hook(note)
         self._units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         for unit in self._units:
             # The loss is weighted: gradients are summed, with an operation that every backend has.
@@ -444,8 +444,8 @@ class ShardedTask:
             if changed._version != entered.version and id(changed) not in kept:
                 raise UserError(
                     f"{self._name_of(changed)} was changed in place during a step, where it is a gathered copy of its "
-                    "shards: the change would be lost. Change parameters in a callback's on_step_end, or set "
-                    "strategy=ddp."
+                    "shards: the change would be lost. Change parameters in a callback's on_step_end, in `with "
+                    "run.whole_task() as task:`, or set strategy=single."
                 )
         if self._order is not None and torch.is_grad_enabled():
             call = _BackwardCall(self._order, index)

@@ -323,6 +323,37 @@ def test_a_parameter_of_a_class_of_its_own_is_refused():
         trained("fsdp", OfAClass())
 
 
+class Clamps(Layers):
+    """The step limits the weights of the layer before it uses them, as the critic of a WGAN."""
+
+    def finish(self):
+        self.b.register_forward_pre_hook(clamp_data)
+
+
+def clamp_data(module, inputs):
+    module.weight.data.clamp_(-0.2, 0.2)
+
+
+class Assigns(Clamps):
+    def finish(self):
+        self.b.register_forward_pre_hook(assign_data)
+
+
+def assign_data(module, inputs):
+    module.weight.data = module.weight.data * 0.9
+
+
+@pytest.mark.parametrize("units", [("Linear",), ()], ids=["units", "one unit"])
+@pytest.mark.parametrize(
+    ("make_task", "message"),
+    [(Clamps, r"b\.weight was changed in place"), (Assigns, "data of a parameter .* assigned")],
+)
+def test_weights_that_a_step_changes_by_data_are_refused(make_task, message, units, monkeypatch):
+    use(monkeypatch, units)
+    with pytest.raises(UserError, match=rf"{message}.*run\.whole_task"):
+        trained("fsdp", make_task())
+
+
 # ---- Optimizers
 
 
