@@ -97,10 +97,12 @@ class UnitOrder:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() - asked < 1.0:
                 continue
-            for answer in failures.positions().values():
-                other = re.search(rf"collective {number} is ([^,]*)", answer)
-                if other is not None and other[1] != self._text(event):
-                    raise self._refusal(event, other[1])
+            places = [re.search(r"collective (\d+) is ([^,]*)", answer) for answer in failures.positions().values()]
+            for place in places if not failures.store.check(keys) else ():  # or a rank may have gone on
+                if place is not None and (
+                    int(place[1]) > number or (int(place[1]) == number and place[2] != self._text(event))
+                ):
+                    raise self._refusal(event, place[2])
             asked = time.monotonic()
             failures.check(where=self._text(event), waited=asked - start, timeout_seconds=self._comm.timeout_seconds)
         others = [int(failures.store.get(key)) for key in keys]

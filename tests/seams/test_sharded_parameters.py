@@ -165,14 +165,9 @@ def test_attributes_and_lists_of_parameters_are_those_of_the_shards():
     def loss(inputs, targets):
         return 0.5 * nn.functional.mse_loss(task(inputs), targets)
 
-    reference = plain_loop(task, task.configure_optimizers(), loss=loss)
-    assert difference(trained("fsdp", Marked(), Scales()), reference) < BOUND
-
-
-def test_lists_have_the_whole_parameters_after_training():
-    task = Marked()
-    trained("fsdp", task)
-    assert task.decayed[0] is task.a.weight and task.decayed[0].shape == (8, 8) and task.rates[task.c.weight] == 0.05
+    reference, marked = plain_loop(task, task.configure_optimizers(), loss=loss), Marked()
+    assert difference(trained("fsdp", marked, Scales()), reference) < BOUND
+    assert marked.decayed[0] is marked.a.weight and marked.rates[marked.c.weight] == 0.05
 
 
 class Viewing(Layers):
@@ -348,8 +343,7 @@ def assign_data(module, inputs):
     ("make_task", "message"),
     [(Clamps, r"b\.weight was changed in place"), (Assigns, "data of a parameter .* assigned")],
 )
-def test_weights_that_a_step_changes_by_data_are_refused(make_task, message, units, monkeypatch):
-    use(monkeypatch, units)
+def test_weights_that_a_step_changes_by_data_are_refused(make_task, message):
     with pytest.raises(UserError, match=rf"{message}.*run\.whole_task"):
         trained("fsdp", make_task())
 

@@ -74,6 +74,16 @@ class ConnectedToHalf(Branching):
         return nn.functional.mse_loss(self.c(hidden.detach() if differs else hidden), targets)
 
 
+class RunsMore(Branching):
+    """One rank runs a layer at the end of its forward."""
+
+    first_step = 3
+
+    def loss(self, batch, differs):
+        loss = super().loss(batch, False)
+        return loss + self.experts[1](batch[0]).square().mean() if differs else loss
+
+
 @pytest.mark.parametrize(
     ("make_task", "units", "message"),
     [
@@ -85,9 +95,15 @@ class ConnectedToHalf(Branching):
         ),
         (Branching, (), r"ranks used different parameters in step 0.*experts\.0\.weight has a gradient"),
         (UnequalExperts, (), r"the reduction of \d+ elements"),
-        (Unconnected, ("Linear",), "rank 1 is at the end, where another rank is at the backward of"),
         (Unconnected, (), "rank 1 is at the end, where another rank is at the reduction of"),
-        (ConnectedToHalf, ("Linear",), "rank 1 is at the end, where another rank is at the backward of"),
+        *(
+            pytest.param(make_task, ("Linear",), message, marks=pytest.mark.slow)
+            for make_task, message in (
+                (RunsMore, "rank 1 is at the forward of experts.1, where another rank is at the backward of"),
+                (Unconnected, "rank 1 is at the end, where another rank is at the backward of"),
+                (ConnectedToHalf, "rank 1 is at the end, where another rank is at the backward of"),
+            )
+        ),
     ],
 )
 def test_ranks_that_run_different_units_are_named(make_task, units, message, monkeypatch):
