@@ -414,8 +414,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _check_step_hooks(self, phase_optimizer: PhaseOptimizer) -> None:
         """Raise UserError for a hook of the optimizer's steps that uses elements together that are on several ranks."""
         optimizer, phase = phase_optimizer.optimizer, phase_optimizer.phase
-        hooks = [hook for one in {optimizer, *members(optimizer)} for hook in step_hooks(one)]
+        optimizers = {optimizer, *members(optimizer)}
+        hooks = [hook for one in optimizers for hook in step_hooks(one)]
         hooks = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), ShardedMuon)]
+        hooks += [vars(one)["step"] for one in optimizers if "step" in vars(one)]  # set by the user, or a scheduler
         if hooks == self._tried_hooks.get(phase, []):
             return
         self._tried_hooks[phase] = hooks
@@ -442,8 +444,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         return [int(v) for v in self.comm.reduce_in_place(tensor, "max", where="the comparison of steps").tolist()]
 
     def _scale_gradients(self, factor: float | Tensor) -> None:
-        held = (self._locals.get(id(parameter), parameter) for parameter in self._trained)
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        # By the present `requires_grad`, which callbacks may change.
+        held = [(shard.sharded, shard.local) for shard in self._task.shards]
+        held += [(parameter, parameter) for parameter in self._task.replicated]
+        gradients = [local.grad for one, local in held if one.requires_grad and local.grad is not None]
         if gradients:  # which are on two devices with `offload`
             torch._foreach_mul_(gradients, factor if self.offload is None else float(factor))
 

@@ -338,7 +338,6 @@ def assign_data(module, inputs):
     module.weight.data = module.weight.data * 0.9
 
 
-@pytest.mark.parametrize("units", [("Linear",), ()], ids=["units", "one unit"])
 @pytest.mark.parametrize(
     ("make_task", "message"),
     [(Clamps, r"b\.weight was changed in place"), (Assigns, "data of a parameter .* assigned")],
@@ -346,6 +345,38 @@ def assign_data(module, inputs):
 def test_weights_that_a_step_changes_by_data_are_refused(make_task, message):
     with pytest.raises(UserError, match=rf"{message}.*run\.whole_task"):
         trained("fsdp", make_task())
+
+
+class FrozenAtFirst(Layers):
+    """The first layer does not train at first, and samples have weights."""
+
+    def finish(self):
+        self.a.requires_grad_(False)
+
+    def training_step(self, batch):
+        return {"loss": super().training_step(batch), "weight": weight_of(batch)}
+
+
+def weight_of(batch):
+    return batch[1].abs().sum() + 1.0
+
+
+class UnfreezesInACallback(Callback):
+    def on_step_end(self, run):
+        if run.state.step == 2:
+            run.task.a.requires_grad_(True)
+
+
+def test_a_layer_that_a_callback_begins_to_train_has_gradients_of_the_weighted_mean():
+    task = FrozenAtFirst()
+
+    def loss(inputs, targets):
+        halves = [(inputs[rank::2], targets[rank::2]) for rank in range(2)]
+        steps = [task.training_step(half) for half in halves]
+        return sum(step["loss"] * step["weight"] for step in steps) / sum(step["weight"] for step in steps)
+
+    reference = plain_loop(task, before_step=lambda step: step == 2 and task.a.requires_grad_(True), loss=loss)
+    assert difference(trained("fsdp", FrozenAtFirst(), UnfreezesInACallback()), reference) < BOUND
 
 
 # ---- Optimizers
@@ -386,6 +417,26 @@ def clip_each(optimizer, args, kwargs):
 def test_a_step_hook_of_elements_is_exact():
     task = ClampsElements()
     assert difference(trained("fsdp", ClampsElements()), plain_loop(task, task.configure_optimizers())) < BOUND
+
+
+class NormBeforeEachStep(Layers):
+    """The step of the optimizer is replaced."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        step = optimizer.step
+
+        def clipped_step(closure=None):
+            clip_each(optimizer, (), {})
+            return step(closure)
+
+        optimizer.step = clipped_step
+        return optimizer
+
+
+def test_a_step_that_was_replaced_is_tried_too():
+    with pytest.raises(UserError, match=r"SGD.* may use several elements.*strategy=fsdp"):
+        trained("fsdp", NormBeforeEachStep())
 
 
 @pytest.mark.parametrize("make_task", [WithHook, NormOfEach])
