@@ -406,11 +406,11 @@ class ShardedTask:
 
     def _begin_unit(self, index: int, module: nn.Module, inputs: Any) -> None:
         """Raise UserError if ranks run different units, or with values that the gathered ones would replace."""
-        if not self._is_in_pass:  # a callback's call, perhaps of one rank
-            raise refusal(self._places_of[index][0][2].sharded)
-        if self._order is not None:
+        if self._order is not None and self._is_in_pass:
             self._order.forward(index)
         for holder, name, shard in self._places_of[index]:
+            if not self._is_in_pass:  # a callback's call, perhaps of one rank
+                raise refusal(shard.sharded)
             present = holder._parameters.get(name)
             if not isinstance(present, DTensor) and present is not shard.gathered:
                 raise UserError(
@@ -603,7 +603,7 @@ class ShardedTask:
         for reference in self._references:
             reference.replace({id(shard.original): shard.sharded for shard in self.shards})
         for shard in self.shards:
-            shard.original.data = shard.original.new_empty(0)
+            shard.original.data, shard.original.grad = shard.original.new_empty(0), None
             shard.guard()
 
     def _remove_units(self) -> Callable[[], None]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.utils.hooks import RemovableHandle
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.seams.test_coupled_optimizers import HookInTheRun, WithHook
@@ -26,6 +27,7 @@ from tests.seams.test_whole_task import (
 from tests.seams.test_whole_task import plain_loop as plain_loop_with_callback
 from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, difference, trained
 from trainkit import Callback
+from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.errors import UserError
 from trainkit.optim.precision import Precision
 
@@ -84,6 +86,17 @@ class HooksInTheRun(Callback):
     def on_step_end(self, run):
         if run.state.step == 3:
             self.handle.remove()
+
+
+def test_a_hook_that_is_registered_in_another_process_leaves_those_that_came_with_the_module(monkeypatch):
+    layer = nn.Linear(2, 2)
+    monkeypatch.setattr(RemovableHandle, "next_id", 7)
+    layer.register_forward_pre_hook(clamp_data)
+    content = pickled(layer)
+    monkeypatch.setattr(RemovableHandle, "next_id", 7)  # as in a new process
+    copied = unpickled(content)
+    copied.register_forward_pre_hook(assign_data)
+    assert list(copied._forward_pre_hooks.values()) == [clamp_data, assign_data]
 
 
 class HookInTheStep(Layers):
