@@ -111,7 +111,19 @@ class MultiProcessStrategy(Strategy):
     # ---- Ranks
 
     def validate(self, task: TaskModule, precision: Precision) -> str:
-        """Return the kind of device of the ranks; raises UserError for unavailable devices, backends or packages."""
+        """Return the kind of device of the ranks.
+
+        Raises UserError for unavailable devices, backends or packages, and for parameters that are sharded already.
+        """
+        # A task that has one has imported it, which takes as long as torch itself.
+        kinds = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+        for name, parameter in task.named_parameters():
+            if isinstance(parameter, kinds):
+                raise UserError(
+                    f"the parameter {name} of {type(task).__name__} is a DTensor, which {type(self).__name__} cannot "
+                    "train: strategies of several processes distribute ordinary tensors. Build it as one in __init__; "
+                    "strategy=fsdp shards it over the ranks."
+                )
         kind = self._device_kind()
         if self.ranks.launcher == "ray":
             if find_spec("ray") is None:

@@ -8,10 +8,11 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.profiling import NO_COMMUNICATION, Overlap
@@ -123,15 +124,39 @@ class TorchDDPStrategy(MultiProcessStrategy):
         returned = self._wrapped(self._last)
         loss = read_training_output(returned, 1, self._wrapped.module.task).loss
         assert loss is not None
-        (loss * 0.0).backward()
+        self._checked_backward(loss * 0.0)
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""
         loss = output.loss
         assert loss is not None
         weight = 1.0 if self._is_undivided(batch) else output.weight / batch.num_samples
-        self.precision.scale(loss * (weight * self.comm.world_size)).backward()
+        self._checked_backward(self.precision.scale(loss * (weight * self.comm.world_size)))
         output.loss = loss.detach()
+
+    def _checked_backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss, and raise UserError if PyTorch's Reducer did not get those that it waits for.
+
+        It would notice in the next step or never, and this rank would go on into another collective than the others.
+        """
+        assert self._wrapped is not None
+        is_last = self._wrapped.require_backward_grad_sync
+        trained = [parameter for parameter in self._trained if parameter.requires_grad] if is_last else []
+        former = [_version(parameter.grad) for parameter in trained]
+        loss.backward()
+        if not is_last or self.comm.world_size == 1:
+            return
+        unused = [
+            parameter for parameter, version in zip(trained, former, strict=True) if _version(parameter.grad) == version
+        ]
+        allowed = len(trained) - 1 if self.find_unused_parameters or self.static_graph else 0
+        if len(unused) > allowed:
+            names = {id(parameter): name for name, parameter in self._wrapped.module.task.named_parameters()}
+            raise UserError(
+                f"the loss of rank {self.comm.rank} does not depend on the parameter {names[id(unused[0])]}, for whose "
+                "gradient strategy=torch_ddp waits on every rank. Set strategy=ddp"
+                f"{'' if allowed else ', or strategy.find_unused_parameters=true'}."
+            )
 
     def start_overlap_profile(self) -> None:
         """Start to measure every step with PyTorch's Reducer."""
@@ -166,6 +191,11 @@ class TorchDDPStrategy(MultiProcessStrategy):
         """Drop the wrapper and leave the group; may be called twice."""
         self._wrapped = self._wrapped_task = self._times = self._last = None
         super().teardown()
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Return what changes whenever a backward adds to a gradient."""
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 class _TrainingStep(nn.Module):

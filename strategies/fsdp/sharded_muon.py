@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from trainkit.distributed.collectives import ProcessGroupCollectives
 
-from .sharded_task import ParameterShard, ShardedTask
+from .parameter_shard import ParameterShard
+from .sharded_task import ShardedTask
 
 MUON: type[Optimizer] | None = getattr(optim, "Muon", None)  # from torch 2.9 on
 MOMENTUM = "momentum_buffer"

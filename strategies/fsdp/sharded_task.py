@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,21 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.sharded_state import StoredTensor, elements, in_memory
+from trainkit.distributed.collectives import broadcast
 from trainkit.errors import UserError
 from trainkit.model.deferred_init import Record, make_real, replace_content
 from trainkit.model.transforms import modules_named
+from trainkit.strategy import named_state
 from trainkit.task import TaskModule
+from trainkit.tree import tensors_in
+
+from .parameter_shard import ParameterShard, like, refusal
+from .references import Reference, references
+from .unit_order import UnitOrder
 
 Units = Literal["auto"] | Sequence[str]
 MIB = 2**20
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
 ROOT = "(task)"
 """Name of the unit of all parameters that are in no other."""
 
@@ -196,17 +203,6 @@ def make_mesh(group: dist.ProcessGroup, device_type: str, *, replicate: int, tim
     return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-@dataclass(frozen=True, eq=False)
-class ParameterShard:
-    """A parameter of the task, and the elements of it that this rank holds."""
-
-    name: str
-    sharded: nn.Parameter
-    """What the task holds between steps: a DTensor."""
-    local: nn.Parameter
-    """The elements of this rank, in the same memory."""
-
-
 class ShardedTask:
     """Shards a task in place over the ranks of a mesh; `make_whole` undoes it.
 
@@ -229,14 +225,16 @@ class ShardedTask:
         reduce_dtype: torch.dtype | None,
         offload: bool,
         records: Mapping[str, Record],
+        order: UnitOrder | None,
     ) -> None:
         self.task, self.mesh = task, mesh
+        self._order: UnitOrder | None = None  # once the task is sharded
         self._shard_device = torch.device("cpu" if offload else mesh.device_type)
         self._shard_mesh = mesh["shard"]
         self.shard_group = self._shard_mesh.get_group()
         """The ranks that hold all shards together, this one among them."""
         self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
-        self.replicated = [parameter for parameter in task.parameters() if parameter.dim() == 0]  # nothing to shard
+        self.replicated = [parameter for parameter in task.parameters() if not has_rows(parameter)]
         self._kinds = [(module, type(module)) for module in task.modules()]
         self._before = [(module, _added_names(module)) for module in task.modules()]
         whole = {id(parameter) for parameter in self.replicated}
@@ -246,16 +244,23 @@ class ShardedTask:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) not in whole
         ]
+        self._references = _references_to(task, [original for _, _, original in self._originals])
         self._root = _Root(task)
-        self._calls: list[int] = []  # the units that ran since `take_calls`, by index
-        self._versions: dict[int, list[tuple[nn.Parameter, int]]] = {}  # of the parameters of a unit that runs
+        self._is_whole = False
+        self._is_in_pass = True  # until what was gathered is freed
+        self._unattached: dict[tuple[int, str], ParameterShard] = {}
+        self._places_of: dict[int, list[tuple[nn.Module, str, ParameterShard]]] = defaultdict(list)  # by unit
+        self._calls: set[int] = set()  # the units that ran since the end of the last evaluation, by index
+        self._entered: dict[int, list[_Entered]] = {}  # the parameters of a unit that runs
         modules: list[nn.Module] = [*(unit.module for unit in units[:-1]), self._root]
         for index, module in enumerate(modules):
             is_root = module is self._root
             # Hooks are called by compiled code, as those of fully_shard, and not part of it.
             check = torch.compiler.disable(partial(self._check_unchanged, index))
             note = torch.compiler.disable(partial(self._note_call, index))
+            begin = torch.compiler.disable(partial(self._begin_unit, index))
             module.register_forward_hook(check)  # before parameters are freed
+            module.register_forward_pre_hook(note, prepend=True)  # after they are gathered, before hooks of the user
             fully_shard(
                 module,
                 mesh=mesh,
@@ -264,12 +269,15 @@ class ShardedTask:
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
                 ignored_params=set(self.replicated),
             )
-            module.register_forward_pre_hook(note)  # after they are gathered
+            module.register_forward_pre_hook(begin, prepend=True)  # before they are gathered
         self._units: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
         for unit in self._units:
             # The loss is weighted: gradients are summed, with an operation that every backend has.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+            if order is not None and hasattr(unit, "set_custom_reduce_scatter"):  # in newer versions of torch
+                unit.set_custom_reduce_scatter(_OrderedReduceScatter(order))  # type: ignore[arg-type] # a protocol
+            type(unit).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined] # in place of torch's, which raises too
         if records:
             self._make_shards(records)
         with torch.no_grad():
@@ -278,17 +286,35 @@ class ShardedTask:
         self._prefetches = prefetch is not None
         if prefetch is not None:
             self._gather_ahead(prefetch)
-        for _, _, original in self._originals:
-            original.data = original.new_empty(0)  # a use of it outside of the task's modules must fail
-        self.shards = [
-            ParameterShard(name, parameter, nn.Parameter(parameter.to_local().detach(), parameter.requires_grad))
-            for name, parameter in task.named_parameters()
-            if isinstance(parameter, DTensor)
-        ]
+        self._make_parameter_shards(modules)
         self._added = [
             (module, {key: names - before.get(key, set()) for key, names in _added_names(module).items()})
             for module, before in self._before
         ]
+        self._hide_originals()
+        self._order = order
+
+    def _make_parameter_shards(self, modules: Sequence[nn.Module]) -> None:
+        """Note each parameter's original and shard, and the places that hold it."""
+        by_sharded = {id(module._parameters[name]): original for module, name, original in self._originals}
+        self.shards = [
+            ParameterShard(
+                name,
+                by_sharded[id(parameter)],
+                parameter,
+                nn.Parameter(parameter.to_local().detach(), parameter.requires_grad),
+            )
+            for name, parameter in self.task.named_parameters()
+            if isinstance(parameter, DTensor)
+        ]
+        of_originals = {id(shard.original): shard for shard in self.shards}
+        self._places = [(module, name, of_originals[id(original)]) for module, name, original in self._originals]
+        for module, name, shard in self._places:
+            unit = next(unit for unit, parts in enumerate(modules) if any(part is module for part in parts.modules()))
+            self._places_of[unit].append((module, name, shard))
+        self._unattached = {(id(module), name): shard for module, name, shard in self._places}
+        for shard in self.shards:
+            shard.share_attributes()
 
     def _make_shards(self, records: Mapping[str, Record]) -> None:
         device = torch.device(self.mesh.device_type)
@@ -321,7 +347,19 @@ class ShardedTask:
 
     def run(self, step_name: str, batch: Any) -> Any:
         """Return what the task's method returns for a batch; collective."""
-        return self._root(step_name, batch)
+        if self._is_whole:
+            return getattr(self.task, step_name)(batch)
+        self._is_in_pass = True
+        if self._order is not None:
+            self._order.begin(step_name)
+        returned = self._root(step_name, batch)
+        self.end_of_pass()
+        return returned
+
+    def end_of_pass(self) -> None:
+        """Compare the end of a forward or backward with that of the other ranks."""
+        if self._order is not None:
+            self._order.end()
 
     @contextmanager
     def explained(self, step_name: str) -> Iterator[None]:
@@ -330,9 +368,7 @@ class ShardedTask:
             yield
         except RuntimeError as error:
             text = str(error)
-            if "mixed torch.Tensor and DTensor" in text:
-                what = "uses a parameter of a unit outside of the unit's forward"
-            elif "out of bounds for storage of size 0" in text or "its data is not allocated yet" in text:
+            if "out of bounds for storage of size 0" in text or "its data is not allocated yet" in text:
                 what = (
                     "needs a parameter of a unit in a backward that the unit does not see: torch.autograd.grad, an "
                     "output that is changed in place (x += y), or outputs in an object that PyTorch does not search "
@@ -356,7 +392,8 @@ class ShardedTask:
 
     def reshard(self) -> None:
         """Free what was gathered: afterwards the task holds shards only."""
-        for unit in self._units:
+        self._is_in_pass = False
+        for unit in self._units if not self._is_whole else ():
             unit.reshard()
 
     def end_evaluation(self) -> None:
@@ -367,28 +404,65 @@ class ShardedTask:
         self.reshard()
         self._calls.clear()
 
-    def take_calls(self) -> int:
-        """Return a digest of the order in which units ran since the last call."""
-        digest = zlib.crc32(repr(self._calls).encode())
-        self._calls.clear()
-        return digest
+    def _begin_unit(self, index: int, module: nn.Module, inputs: Any) -> None:
+        """Raise UserError if ranks run different units, or with values that the gathered ones would replace."""
+        if self._order is not None and self._is_in_pass:
+            self._order.forward(index)
+        for holder, name, shard in self._places_of[index]:
+            if not self._is_in_pass:  # a callback's call, perhaps of one rank
+                raise refusal(shard.sharded)
+            present = holder._parameters.get(name)
+            if not isinstance(present, DTensor) and present is not shard.gathered:
+                raise UserError(
+                    f"{shard.name} is replaced by another tensor where its unit runs, as by torch.func.functional_call,"
+                    " and strategy=fsdp puts the gathered parameter in its place. Set strategy.units=[], or name units "
+                    "without it; or set strategy=ddp."
+                )
 
     def _note_call(self, index: int, module: nn.Module, inputs: Any) -> None:
-        self._calls.append(index)
+        self._calls.add(index)
+        if self._unattached:
+            self._attach()
         whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-        self._versions[index] = [(parameter, parameter._version) for parameter in whole]
+        self._entered[index] = [_Entered(one, one._version, one.requires_grad) for one in whole]
+
+    def _attach(self) -> None:
+        """Note the gathered parameters that are there for the first time."""
+        for module, name, _ in self._places:
+            gathered = module._parameters[name]
+            if (id(module), name) in self._unattached and not isinstance(gathered, DTensor):
+                assert gathered is not None
+                self._unattached.pop((id(module), name)).attach(gathered)
 
     def _check_unchanged(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         """Raise UserError if a step changed a gathered parameter in place: the change would be lost."""
         kept = {id(parameter) for parameter in self.replicated}
-        for changed, version in self._versions.pop(index, ()):
-            if changed._version != version and id(changed) not in kept:
-                named = self.task.named_parameters()
-                name = next((name for name, parameter in named if parameter is changed), "a parameter")
+        for entered in self._entered.pop(index, ()):
+            changed = entered.parameter
+            if changed.requires_grad != entered.requires_grad:
+                self.refuse_unfreezing(self._name_of(changed))
+            if changed._version != entered.version and id(changed) not in kept:
                 raise UserError(
-                    f"{name} was changed in place during a step, where it is a gathered copy of its shards: the "
-                    "change would be lost. Change parameters in a callback's on_step_end, or set strategy=ddp."
+                    f"{self._name_of(changed)} was changed in place during a step, where it is a gathered copy of its "
+                    "shards: the change would be lost. Change parameters in a callback's on_step_end, in `with "
+                    "run.whole_task() as task:`, or set strategy=single."
                 )
+        if self._order is not None and torch.is_grad_enabled():
+            call = _BackwardCall(self._order, index)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(call)  # before that of PyTorch, which gathers the unit
+
+    def _name_of(self, gathered: nn.Parameter) -> str:
+        named = self.task.named_parameters()
+        return next((name for name, parameter in named if parameter is gathered), "a parameter")
+
+    def refuse_unfreezing(self, name: str) -> NoReturn:
+        """Raise UserError for a parameter that a step freezes or begins to train."""
+        raise UserError(
+            f"{name}.requires_grad was changed during a step, which strategy=fsdp does not support. Change it in a "
+            "callback, as callbacks=gradual_unfreezing does, or set strategy=single."
+        )
 
     # ---- State
 
@@ -415,7 +489,8 @@ class ShardedTask:
 
     def state_dict(self, *, is_main: bool) -> dict[str, Any]:
         """Return the state of the task, in host memory if `is_main`, else with the shapes of parameters; collective."""
-        state: dict[str, Any] = self.task.state_dict(keep_vars=True)
+        with self._unguarded():
+            state: dict[str, Any] = self.task.state_dict(keep_vars=True)
         wholes: dict[int, Tensor] = {}  # shared parameters stay shared
         for key, value in state.items():
             if isinstance(value, DTensor):
@@ -436,38 +511,167 @@ class ShardedTask:
                 continue  # its own, of a checkpoint without frozen parameters
             if isinstance(value, DTensor) and key in saved:
                 if id(value) not in own:
-                    own[id(value)] = _like(value, self.local_of(value, saved[key]))
+                    own[id(value)] = like(value, self.local_of(value, saved[key]))
                 state[key] = own[id(value)]
             elif key in saved:
                 state[key] = in_memory(saved[key])
-        self.task.load_state_dict(state)
+        with self._unguarded():
+            self.task.load_state_dict(state)
 
     def make_whole(self) -> None:
         """Leave the task as it was before it was sharded, with the present values; collective."""
         self.reshard()
-        wholes: dict[int, nn.Parameter] = {}
-        present = {id(original): module._parameters[name] for module, name, original in self._originals}
-        for module, name, original in self._originals:
-            sharded = present[id(original)]
-            if id(original) not in wholes:
-                assert isinstance(sharded, DTensor)
-                whole = _whole(sharded, sharded.to_local().detach())
-                if original.is_meta:
-                    replace_content(original, whole)
-                else:
-                    original.data = whole
-                original.requires_grad_(sharded.requires_grad)
-                original.grad = None
-                wholes[id(original)] = original
-            setattr(module, name, original)  # also for modules with a list of their parameters, as nn.LSTM
+        self._fill_originals()
+        self._remove_units()
+        for module, _ in self._added:
+            _composable_state._module_state_mapping.pop(module, None)  # or it could not be sharded again
+        for shard in self.shards:
+            vars(shard.original).pop("_is_param", None)  # of a DTensor
+
+    @contextmanager
+    def whole(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Leave the task in the block as it was before it was sharded, with the present values.
+
+        At the end rank 0's values are written to the shards of all ranks. Collective.
+        """
+        if self._is_whole:
+            yield
+            return
+        self.reshard()
+        self._fill_originals()
+        restore, self._is_whole = self._remove_units(), True
+        outline = _outline(self.task)
+        try:
+            yield
+            differing = sorted(name for name, _ in outline.items() ^ _outline(self.task).items())
+            if differing:
+                raise UserError(
+                    f"the block of run.whole_task() added, removed or replaced '{differing[0]}', which optimizers and "
+                    "other ranks would not have. Change values in place: with torch.no_grad(): parameter.copy_(values)."
+                )
+            broadcast([t for t in named_state(self.task).values() if t.layout is torch.strided], group)
+            with torch.no_grad():
+                for shard in self.shards:
+                    shard.local.copy_(self.local_of(shard.sharded, shard.original.detach()))
+                    shard.sharded.requires_grad_(shard.original.requires_grad)
+        finally:
+            restore()
+            self._is_whole = False
+            for module, name, shard in self._places:
+                setattr(module, name, shard.sharded)
+            self._hide_originals()
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Leave the task in the block without what PyTorch added to its modules, so that it can be copied."""
+        restore = self._remove_units()
+        try:
+            with self._unguarded():
+                yield
+        finally:
+            restore()
+
+    @contextmanager
+    def _unguarded(self) -> Iterator[None]:
+        """Let the shards be used as DTensors in the block."""
+        for shard in self.shards:
+            shard.unguard()
+        try:
+            yield
+        finally:
+            for shard in self.shards if not self._is_whole else ():
+                shard.guard()
+
+    def _fill_originals(self) -> None:
+        """Put the original parameters back, with the values of the shards; collective."""
+        for shard in self.shards:
+            shard.unguard()
+            whole = _whole(shard.sharded, shard.local.detach())
+            if shard.original.is_meta:
+                replace_content(shard.original, whole)
+            else:
+                shard.original.data = whole
+            shard.original.requires_grad_(shard.sharded.requires_grad)
+            shard.original.grad = None
+        for module, name, shard in self._places:
+            setattr(module, name, shard.original)  # also for modules with a list of their parameters, as nn.LSTM
+        for reference in self._references:
+            reference.replace({id(shard.sharded): shard.original for shard in self.shards})
+
+    def _hide_originals(self) -> None:
+        """Let every reference to a parameter be to its shard, and every use of it as a whole raise UserError."""
+        for reference in self._references:
+            reference.replace({id(shard.original): shard.sharded for shard in self.shards})
+        for shard in self.shards:
+            shard.original.data, shard.original.grad = shard.original.new_empty(0), None
+            shard.guard()
+
+    def _remove_units(self) -> Callable[[], None]:
+        """Give modules their own classes and hooks back; return a function that undoes it."""
+        present = [(module, type(module)) for module, _ in self._kinds]
+        tables: list[tuple[dict[Any, Any], dict[Any, Any], set[Any]]] = []
         for module, kind in self._kinds:
             module.__class__ = kind
         for module, added in self._added:
-            _composable_state._module_state_mapping.pop(module, None)  # or it could not be sharded again
             for key, names in added.items():
-                table = vars(module) if key == "" else vars(module)[key]
-                for name in names:
-                    table.pop(name, None)
+                if names:
+                    table = vars(module) if key == "" else vars(module)[key]
+                    tables.append((table, dict(table), names))
+                    for name in names:
+                        table.pop(name, None)
+
+        def restore() -> None:
+            for module, kind in present:
+                module.__class__ = kind
+            for table, former, names in tables:  # in the former order, which is that of the calls of hooks
+                remaining = dict(table)
+                table.clear()
+                for name, value in former.items():
+                    if name in names or name in remaining:
+                        table[name] = remaining.pop(name, value)
+                table.update(remaining)
+
+        return restore
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """A gathered parameter at the start of its unit's forward."""
+
+    parameter: nn.Parameter
+    version: int
+    requires_grad: bool
+
+
+@dataclass
+class _BackwardCall:
+    """A hook on the outputs of a unit, which notes the first of them that has a gradient."""
+
+    order: UnitOrder
+    unit: int
+    is_noted: bool = field(default=False)
+
+    def __call__(self, gradient: Tensor) -> None:
+        if not self.is_noted:
+            self.is_noted = True
+            self.order.backward(self.unit)
+
+
+class _OrderedReduceScatter:
+    """The reduction of gradients of `fully_shard`, which first compares their number over ranks."""
+
+    def __init__(self, order: UnitOrder) -> None:
+        self._order = order
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        self._order.reduce(input_tensor.numel())
+        work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work
 
 
 class _Root(nn.Module):
@@ -487,12 +691,45 @@ def _added_names(module: nn.Module) -> dict[str, set[Any]]:
     return {"": set(vars(module)), **{key: names for key, names in tables.items() if "hooks" in key}}
 
 
-def _like(sharded: Tensor, local: Tensor) -> DTensor:
-    """Return the DTensor on the mesh's devices of which each rank has the elements `local`, sharded as `sharded`."""
-    assert isinstance(sharded, DTensor)
-    return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
+    raise UserError(
+        f"a module with the unit {type(module).__name__} cannot be copied as a whole, where each rank has a shard of "
+        "it under strategy=fsdp. Copy it on every rank in `with run.whole_task() as task:`."
     )
+
+
+def has_rows(parameter: nn.Parameter) -> bool:
+    """Return True if there is something to shard."""
+    return parameter.dim() > 0 and (parameter.is_meta or parameter.numel() > 0)
+
+
+def _references_to(task: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Reference]:
+    """Return the attributes with parameters; raises UserError for other tensors in the memory of one."""
+    ids = {id(parameter) for parameter in parameters}
+    found = [(reference, reference.tensors()) for reference in references(task)]
+    spans: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)  # by storage: first and last byte, id, name
+    others = [(reference.name, tensor) for reference, tensors in found for tensor in tensors]
+    for name, tensor in (*task.named_parameters(), *others):
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
+            continue
+        address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first, last = (tensor.itemsize * int(tensor.storage_offset() + end) for end in (0, reach))
+        for other_first, other_last, other, other_name in spans[address] if address else ():
+            if other != id(tensor) and first <= other_last and other_first <= last:
+                raise UserError(
+                    f"{name} is in the memory of the parameter {other_name}, which strategy=fsdp replaces by shards: "
+                    "it would keep the first values. Let modules have one parameter (self.b.weight = self.a.weight), "
+                    "compute what derives from a weight in the step, or set strategy=ddp."
+                )
+        if id(tensor) in ids:
+            spans[address].append((first, last, id(tensor), name))
+    return [reference for reference, tensors in found if any(id(tensor) in ids for tensor in tensors)]
+
+
+def _outline(task: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
+    """Return the identity, shape and type of each parameter and buffer."""
+    return {name: (id(tensor), tensor.shape, tensor.dtype) for name, tensor in named_state(task).items()}
 
 
 def _whole(sharded: Tensor, local: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +29,9 @@ from trainkit.model.deferred_init import Record, records_of
 from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
+from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.rng import preserve_rng
+from trainkit.run_dir.failure import phase_in
 from trainkit.strategy import PhaseTraining, named_state
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
@@ -35,8 +39,10 @@ from trainkit.tree import map_tensors
 from ..ddp.grad_norm import norm_dtype, total_norm
 from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
 from ..multiprocess import MultiProcessStrategy, RankSettings
+from .parameter_shard import ParameterShard
 from .sharded_muon import MUON, ShardedMuon
-from .sharded_task import MIB, ParameterShard, ShardedTask, Units, choose_units, describe_units, make_mesh
+from .sharded_task import MIB, ShardedTask, Units, choose_units, describe_units, has_rows, make_mesh
+from .unit_order import UnitOrder
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +141,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._muons: dict[str, ShardedMuon] = {}  # by phase
+        self._tried_hooks: dict[str, list[Callable[..., Any]]] = {}  # of optimizers' steps, by phase
         self._last: Any = None  # this rank's most recent batch
         self._records: dict[str, Record] = {}  # of a task that has no values yet
 
@@ -226,6 +233,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             self.comm.group, self.device.type, replicate=self.replicate, timeout_seconds=self.ranks.timeout_seconds
         )
         records = self.comm.broadcast_object(self._records) if self._records else {}
+        order = None
+        if self.comm.num_processes > 1:
+            order = UnitOrder([unit.name for unit in units], self.comm, self._max_over_ranks)
+            if self._watchdog is not None:
+                place = order.place  # also for messages about ranks that wait
+                self._watchdog.describe = lambda frames: ", ".join(filter(None, (phase_in(frames), place())))
         self._sharded = ShardedTask(
             task,
             units,
@@ -235,8 +248,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             reduce_dtype=REDUCE_DTYPES[self.reduce_dtype],
             offload=self.offload is not None,
             records=records,
+            order=order,
         )
-        self._records = {}
+        self._records, self._tried_hooks = {}, {}
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
         self._all_trained, self._last, self._muons = self._trained, None, {}
@@ -258,6 +272,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "strategy.offload=cpu does not support Muon, whose matrices ranks exchange on the devices. Set "
                 "strategy.offload=null, or use AdamW."
             )
+        self._check_step_hooks(phase_optimizer)
         known = {id(parameter) for parameter in task.parameters()}
         for group in optimizer.param_groups:
             if any(id(parameter) not in known for parameter in group["params"]):
@@ -330,6 +345,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         sharded, outputs = self._task, []
         where = f"forward and backward of step {self._steps}"
         self._steps += 1
+        trained = [shard.sharded.requires_grad for shard in sharded.shards]
         with self.comm.waiting(where), sharded.explained(self._step_name):
             rounds, reduced = self._num_rounds(batch), [parameter.grad for parameter in sharded.replicated]
             for parameter in sharded.replicated:
@@ -346,8 +362,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     outputs.append(output)
                 else:
                     self._repeat_last_batch(task)
+                sharded.end_of_pass()
             self._take_gradients(reduced)
-            self._check_same_units()
+            self._check_same_gradients()
+        for shard, was_trained in zip(sharded.shards, trained, strict=True):
+            if shard.sharded.requires_grad != was_trained:
+                sharded.refuse_unfreezing(shard.name)
         self._normalize_gradients(outputs, batch)
         if self._buffers is not None:
             with self.comm.waiting(self.comm.after("the broadcast of buffers")):
@@ -374,14 +394,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             self.precision.scale(loss * 0.0).backward()  # a scaler must have seen a loss
 
     def _take_gradients(self, reduced: Sequence[Tensor | None]) -> None:
-        """Add the new gradients to those of the optimizer's parameters; collective.
+        """Sum the gradients of replicated parameters over ranks, and add the former ones, `reduced`; collective.
 
-        Those of shards are summed over ranks already; `reduced` are the former ones of replicated parameters.
+        Those of shards are summed already.
         """
-        for shard in self._task.shards:
-            if isinstance(shard.sharded.grad, DTensor):
-                gradient, shard.sharded.grad = shard.sharded.grad.to_local(), None
-                shard.local.grad = gradient if shard.local.grad is None else shard.local.grad + gradient
         for parameter, before in zip(self._task.replicated, reduced, strict=True):
             if parameter.grad is not None:
                 parameter.grad = self.comm.all_reduce(parameter.grad)
@@ -391,15 +407,49 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 parameter.grad = before
         self._task.reshard()
 
-    def _check_same_units(self) -> None:
-        """Raise UserError on all ranks unless all ran the same units in the same order; collective."""
-        calls = self._task.take_calls()
-        largest, smallest = self._max_over_ranks([calls, -calls])
+    def _check_same_gradients(self) -> None:
+        """Raise UserError on all ranks unless all have gradients of the same parameters; collective."""
+        present = [shard.local.grad is not None for shard in self._task.shards]
+        digest = zlib.crc32(bytes(present))
+        largest, smallest = self._max_over_ranks([digest, -digest])
         if largest != -smallest:
+            others = self.comm.all_gather_object(present)
+            differing = next(index for index, flags in enumerate(zip(*others, strict=True)) if len(set(flags)) > 1)
             raise UserError(
-                f"ranks ran different units in step {self._steps - 1}, so that their parameters and gradients were "
-                "mixed. Every rank must run the same modules in the same order: set strategy.units=[], with which the "
-                "task is one unit, or strategy=ddp."
+                f"ranks used different parameters in step {self._steps - 1}, so that their gradients were mixed: "
+                f"{self._task.shards[differing].name} has a gradient on some of them only. Every rank must use the "
+                "same parameters of a unit; otherwise set strategy=ddp."
+            )
+
+    def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
+        self._check_step_hooks(phase_optimizer)
+        super()._update(phase_optimizer, norm)
+
+    def _check_step_hooks(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError for a hook of the optimizer's steps that uses elements together that are on several ranks."""
+        optimizer, phase = phase_optimizer.optimizer, phase_optimizer.phase
+        optimizers = {optimizer, *members(optimizer)}
+        hooks = [hook for one in optimizers for hook in step_hooks(one)]
+        hooks = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), ShardedMuon)]
+        hooks += [vars(one)["step"] for one in optimizers if "step" in vars(one)]  # set by the user, or a scheduler
+        if hooks == self._tried_hooks.get(phase, []):
+            return
+        self._tried_hooks[phase] = hooks
+        shards = {id(shard.local): shard.sharded for shard in self._task.shards}
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        state = optimizer.state
+        with self._task.plain():
+            optimizer.state = defaultdict(dict)
+            for group, parameters in groups:  # the task's, to which hooks may refer
+                group["params"] = [shards.get(id(parameter), parameter) for parameter in parameters]
+            culprit = coupled_by(optimizer, of_elements=True)
+            optimizer.state = state
+            for group, parameters in groups:
+                group["params"] = parameters
+        if culprit is not None:
+            raise UserError(
+                f"{culprit} may use several elements of gradients together, and strategy=fsdp leaves each rank some of "
+                "them. To clip gradients type trainer.max_grad_norm=1.0; otherwise set strategy=ddp."
             )
 
     def _max_over_ranks(self, values: list[int]) -> list[int]:
@@ -408,8 +458,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         return [int(v) for v in self.comm.reduce_in_place(tensor, "max", where="the comparison of steps").tolist()]
 
     def _scale_gradients(self, factor: float | Tensor) -> None:
-        held = (self._locals.get(id(parameter), parameter) for parameter in self._trained)
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        # By the present `requires_grad`, which callbacks may change.
+        held = [(shard.sharded, shard.local) for shard in self._task.shards]
+        held += [(parameter, parameter) for parameter in self._task.replicated]
+        gradients = [local.grad for one, local in held if one.requires_grad and local.grad is not None]
         if gradients:  # which are on two devices with `offload`
             torch._foreach_mul_(gradients, factor if self.offload is None else float(factor))
 
@@ -474,6 +526,20 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 returned = self._task.run(step_name, self._move_for_evaluation(batch))
             self._task.end_evaluation()
         return returned
+
+    # ---- Outside of the step
+
+    @contextmanager
+    def whole_task(self, task: TaskModule) -> Iterator[TaskModule]:
+        """Give every rank all values of the task in the block, and then those that rank 0 has left. Collective."""
+        if self._sharded is None:
+            yield task
+            return
+        with (
+            self.comm.waiting(self.comm.after("the gathering of the whole task")),
+            self._sharded.whole(self.comm.group),
+        ):
+            yield task
 
     # ---- State, full and the same as under every other strategy
 
@@ -582,8 +648,8 @@ def _check_shardable(task: nn.Module) -> None:
     """Raise UserError for parameters that cannot be sharded."""
     for name, parameter in task.named_parameters():
         what = ""
-        if isinstance(parameter, DTensor):
-            what = "is a DTensor already"
+        if type(parameter) is not nn.Parameter:
+            what = f"is a {type(parameter).__name__}"
         elif not parameter.is_contiguous():
             what = "is not contiguous (channels_last, or a transposed view)"
         elif parameter.is_complex():
@@ -607,7 +673,7 @@ def _check_one_dtype(name: str, module: nn.Module, others: Sequence[nn.Module]) 
     found: dict[torch.dtype, str] = {}
     for path, part in module.named_modules():
         for key, parameter in part._parameters.items() if id(part) not in inside else ():
-            if parameter is not None and parameter.requires_grad and parameter.dim():
+            if parameter is not None and parameter.requires_grad and has_rows(parameter):
                 found.setdefault(parameter.dtype, f"{path}.{key}".lstrip("."))
     if len(found) > 1:
         listed = ", ".join(f"{parameter} is {dtype}" for dtype, parameter in found.items())

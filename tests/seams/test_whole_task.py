@@ -14,7 +14,7 @@ from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, differen
 from trainkit import Callback
 from trainkit.errors import UserError
 
-WHOLE = ("single", "ddp", "pipeline")
+WHOLE = ("single", "ddp", "fsdp", "pipeline")
 """Strategies under which the callbacks below have the weights of the plain loop."""
 
 

@@ -856,11 +856,11 @@ def refusals(folder: str) -> dict[str, str]:
 
 def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
     for messages in run_ranks(refusals, 2, str(tmp_path)):
-        assert "Direct.training_step uses a parameter of a unit outside" in messages["direct"]
+        assert "blocks.1.widen.weight is used as a whole, where each rank has a shard" in messages["direct"]
         assert "words.weight was changed in place" in messages["in place"]
         assert "AsArray.training_step keeps the memory of a gathered parameter" in messages["array"]
         assert "an output that is changed in place" in messages["added"]
-        assert "ranks ran different units in step 0" in messages["uneven"]
+        assert "is at the forward of blocks.0" in messages["uneven"]
         assert "Adafactor may need full parameters" in messages["optimizer"]
         assert "reshard_after_forward=2 must divide the 2 ranks" in messages["groups"]
         assert (

@@ -131,7 +131,7 @@ class FailureStore:
 
     def who_waits(self) -> str:
         """Return one line for each rank: the place where it waits, or its position if it is not waiting."""
-        places, names = self._ask() if self.is_answered else {}, self._names()
+        places, names = self.positions() if self.is_answered else {}, self._names()
         lines = []
         for rank, name in enumerate(names):
             where = self._read(f"{WAITING_KEY}/{rank}")
@@ -147,7 +147,7 @@ class FailureStore:
         """Return the ranks that do not answer as the end of a sentence; "" if that is not known."""
         if not self.is_answered:
             return ""
-        answered = {self.rank, *self._ask()}
+        answered = {self.rank, *self.positions()}
         silent = [name for rank, name in enumerate(self._names()) if rank not in answered]
         return f"; no answer from {', '.join(silent)}" if silent else ""
 
@@ -168,7 +168,7 @@ class FailureStore:
             return [f"rank {rank}" for rank in range(self.world_size)]
         return [f"rank {rank} on {host.name}" for rank, host in enumerate(self._hosts)]
 
-    def _ask(self) -> dict[int, str]:
+    def positions(self) -> dict[int, str]:
         """Ask for the position of every rank; return those that answer in time."""
         question = self._answer(lambda: self.store.add(QUESTION_KEY, 1))
         places: dict[int, str] = {}

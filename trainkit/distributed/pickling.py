@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.nn.utils import parametrize
 from torch.storage import TypedStorage
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from trainkit.errors import UserError
 
@@ -46,7 +46,7 @@ def pickled(call: object, *, main_by_value: bool = False) -> bytes:
     try:
         pickler.dump(call)
         # By the same pickler, so that the roots are those in the call.
-        pickler.dump([(root, _outline(root)) for root in pickler.roots])
+        pickler.dump((RemovableHandle.next_id, [(root, _outline(root)) for root in pickler.roots]))
     except Exception as error:  # of any type: objects define how they are pickled
         raise UserError(
             f"the run cannot be sent to other processes: {_part_named(pickler.roots)}{error}. Build it without what "
@@ -60,7 +60,10 @@ def unpickled(content: bytes) -> Any:
     """Return what `pickled` was called with; raises UserError if a module of the copy is not what it was."""
     unpickler = pickle.Unpickler(io.BytesIO(content))
     call = unpickler.load()
-    for module, outline in unpickler.load():
+    next_id, outlines = unpickler.load()
+    # Hooks have numbers that are unique in a process: one that is registered here must not get that of another.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)
+    for module, outline in outlines:
         _check_outline(module, outline)
     return call
 

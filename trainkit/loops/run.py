@@ -487,7 +487,7 @@ class Checkpointer:
             name for name, shape in self.first_buffers.items() if shape == getattr(saved.get(name), "shape", None)
         ]
         resize_buffers(task, saved, [*payload.get(RESIZED, ()), *unchanged], strategy.device)
-        own = task.state_dict()
+        own = task.state_dict(keep_vars=True)
         check_state_dict(without_custom_loading(task, own), without_custom_loading(task, saved), where)
         if payload.get(FROZEN):
             with same_errors(strategy.comm):

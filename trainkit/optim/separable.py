@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CellType, FunctionType
 from typing import Any
 
@@ -22,8 +22,10 @@ _SIDE = 2
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def coupled_by(optimizer: Optimizer) -> str | None:
+def coupled_by(optimizer: Optimizer, *, of_elements: bool = False) -> str | None:
     """Return the optimizer's class or step hooks that let an update depend on other parameters; `None` without any.
+
+    With `of_elements`, also those that let the update of an element depend on other elements of its parameter.
 
     Steps of small copies of all parameters are compared with steps in which only some of them have a gradient. Nothing
     else changes: neither the optimizer, nor objects that its hooks refer to, nor random generators. Class and hooks of
@@ -38,7 +40,7 @@ def coupled_by(optimizer: Optimizer) -> str | None:
         description = " or ".join(dict.fromkeys(names))
         try:
             with preserve_rng():
-                if _is_coupled(optimizer, with_hooks=with_hooks):
+                if _is_coupled(optimizer, with_hooks=with_hooks, of_elements=of_elements):
                     return description
         except Exception as error:  # of the user's code, of which a copy may be impossible
             return f"{description}, which cannot be tried on copies ({type(error).__name__}: {error})"
@@ -75,16 +77,30 @@ def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
                 yield from _optimizers_in(one)
 
 
-def _is_coupled(optimizer: Optimizer, *, with_hooks: bool) -> bool:
-    count = len(_parameters(optimizer))
-    together = _tried(optimizer, range(count), with_hooks=with_hooks)
-    for bit in range((count - 1).bit_length()):  # any two indices differ in one of the bits
-        for value in (0, 1):
-            part = [index for index in range(count) if (index >> bit) & 1 == value]
-            alone = _tried(optimizer, part, with_hooks=with_hooks)
-            if any(_differ(together[index], alone[index]) for index in part):
+def _is_coupled(optimizer: Optimizer, *, with_hooks: bool, of_elements: bool) -> bool:
+    full = [torch.ones([min(size, _SIDE) for size in one.shape]) for one in _parameters(optimizer)]
+    together = _tried(optimizer, full, with_hooks=with_hooks, with_all=of_elements)
+    parts = [
+        [mask * ((index >> bit) & 1 == value) for index, mask in enumerate(full)]
+        for bit in range((len(full) - 1).bit_length())  # any two indices differ in one of the bits
+        for value in (0, 1)
+    ]
+    if of_elements:
+        parts += [[_row(mask, index) for mask in full] for index in range(_SIDE)]
+    for part in parts:
+        alone = _tried(optimizer, part, with_hooks=with_hooks, with_all=of_elements)
+        for index, mask in enumerate(part):
+            if mask.any() and _differ(*([value * mask for value in tried[index]] for tried in (together, alone))):
                 return True
     return False
+
+
+def _row(mask: Tensor, index: int) -> Tensor:
+    """Return a mask of one row of a parameter, which is what a shard has of it."""
+    row = torch.zeros_like(mask)
+    if mask.dim():
+        row[index : index + 1] = 1
+    return row
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -92,23 +108,22 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return list({id(parameter): parameter for parameter in listed}.values())
 
 
-def _tried(optimizer: Optimizer, part: Iterable[int], *, with_hooks: bool) -> list[list[Tensor]]:
+def _tried(optimizer: Optimizer, part: Sequence[Tensor], *, with_hooks: bool, with_all: bool) -> list[list[Tensor]]:
     """Return the values of each parameter's copy, at first and after each step in which `part` has gradients.
 
-    The other copies are zeros, as are parameters that a strategy leaves out of memory.
+    `part` has 1 where an element of a copy is part of it. The others are zeros, as are parameters that a strategy
+    leaves out of memory; their gradients are zeros `with_all`, else None.
     """
     clone, parameters = _clone(optimizer, with_hooks=with_hooks)
-    chosen = set(part)
     generator = torch.Generator().manual_seed(0)  # its draws do not depend on `part`
-    for index, parameter in enumerate(parameters):
-        content = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(content if index in chosen else torch.zeros_like(content))
+    for parameter, mask in zip(parameters, part, strict=True):
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * mask)
     values = [[parameter.detach().clone()] for parameter in parameters]
     torch.manual_seed(0)
     for scale in _GRADIENT_SCALES:
-        for index, parameter in enumerate(parameters):
-            gradient = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter)
-            parameter.grad = gradient if index in chosen and parameter.requires_grad else None
+        for parameter, mask in zip(parameters, part, strict=True):
+            gradient = (torch.randn(parameter.shape, generator=generator) * scale * mask).to(parameter)
+            parameter.grad = gradient if (with_all or mask.any()) and parameter.requires_grad else None
         clone.step()
         for parameter, history in zip(parameters, values, strict=True):
             history.append(parameter.detach().clone())
