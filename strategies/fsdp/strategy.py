@@ -252,8 +252,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         )
         self._records, self._tried_hooks = {}, {}
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
-        self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
-        self._all_trained, self._last, self._muons = self._trained, None, {}
+        self._find_trained(task)  # again, as shards have taken the place of the parameters
+        self._last, self._muons = None, {}
 
     def _move_task(self, task: TaskModule) -> None:
         self._records = records_of(task)
