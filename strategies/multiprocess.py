@@ -242,6 +242,10 @@ class MultiProcessStrategy(Strategy):
             broadcast(tensors, self.comm.group)
         self._buffers = BroadcastBuffers(task) if self.broadcast_buffers else None
 
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return all parameters, and the buffers that are broadcast, by name."""
+        return {**dict(task.named_parameters()), **({} if self._buffers is None else self._buffers.named())}
+
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective."""
         if self._environment is None or self.comm.rank != 0:
@@ -408,11 +412,13 @@ class BroadcastBuffers:
     def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
         self._places: list[tuple[dict[str, Tensor | None], str]] = []
         self._tensors: list[Tensor] = []  # one for each place; its shape is the same on every rank
+        self._names: list[str] = []
         for prefix, owner in module.named_modules():
             for name, tensor in owner._buffers.items():
                 if tensor is not None and is_shared(f"{prefix}.{name}" if prefix else name):
                     self._places.append((owner._buffers, name))
                     self._tensors.append(tensor)
+                    self._names.append(f"{prefix}.{name}" if prefix else name)
 
     def now(self) -> list[Tensor]:
         """Return the present tensors of the buffers; one that is gone or has another shape is the last that fitted."""
@@ -423,6 +429,10 @@ class BroadcastBuffers:
             if tensor.dtype == before.dtype and tensor.device == before.device:
                 self._tensors[index] = tensor
         return self._tensors
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the present tensors of the buffers by name."""
+        return dict(zip(self._names, self.now(), strict=True))
 
 
 def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:

@@ -180,6 +180,7 @@ class DataParallelStrategy(PhaseTraining):
         self.precision = precision
         precision.setup(self.device)
         self.comm = Collectives(num_devices=len(set(self.devices)))
+        self.micro_batches_at_once = len(self.devices)
         self.num_micro_batches = len(self.devices) * self._num_rounds
         self._threads = ParallelApply(self.devices)
         self._timer = TransferTimer(self.devices)
@@ -249,7 +250,8 @@ class DataParallelStrategy(PhaseTraining):
                 name = next(name for name, each in task.named_parameters() if each is parameter)
                 raise UserError(
                     f"{type(task).__name__}.{self._step_name} changes {name}, a trained parameter, which each replica "
-                    "would change by itself. Change it in a callback's on_step_end, or set strategy=ddp."
+                    "would change from its own samples. Let the gradient change it, or change it in a callback's "
+                    "on_step_end; as a plain loop does it, it runs with strategy=single and one micro-batch."
                 )
 
     def _check_shapes(self, task: TaskModule, shapes: Mapping[str, torch.Size]) -> None:

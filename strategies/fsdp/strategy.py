@@ -552,6 +552,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Return this rank's shards of the parameters, and the buffers, by name."""
         return {name: self._locals.get(id(tensor), tensor) for name, tensor in named_state(task).items()}
 
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters that are not sharded, and the buffers that are broadcast, by name."""
+        whole = {id(parameter) for parameter in self._task.replicated}
+        tensors = super().replicated(task)
+        return {n: each for n, each in tensors.items() if not isinstance(each, nn.Parameter) or id(each) in whole}
+
     def _make_whole(self) -> None:
         """Leave the whole task on every rank; collective."""
         if self._sharded is not None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.checkpoint.sharded_state import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
@@ -643,6 +643,11 @@ class PipelineStrategy(MultiProcessStrategy):
         """Return the parameters and buffers of this stage by name, all of them before the task is partitioned."""
         placement, stage, named = self.staged_model.placement, self.mesh.stage, named_state(task).items()
         return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
+
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters of this stage, and its buffers that are broadcast, by name."""
+        buffers = {} if self._buffers is None else self._buffers.named()
+        return {n: each for n, each in self.local_state(task).items() if isinstance(each, nn.Parameter)} | buffers
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         if self.staged_model.placement is None or (self.comm.rank != 0 and self.state.optimizer_shards is None):

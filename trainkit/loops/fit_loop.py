@@ -15,6 +15,7 @@ from trainkit.duration import Interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.phases import PhaseStep, TrainStep, phased_step
+from trainkit.loops.replica_check import ReplicaCheck
 from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.loops.run import Run
 from trainkit.model.registrations import count_registrations
@@ -43,6 +44,8 @@ class FitLoop:
         self._evaluation_interval = Interval(config.evaluate_every if validation is not None else None)
         self._validation = validation
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
+        self._replicas = ReplicaCheck(run)
+        self._evaluated_step = -1
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
@@ -66,7 +69,7 @@ class FitLoop:
                         self._log()
                     if self._evaluation_interval.due(state):
                         self._evaluate()
-                if policy.weights_are_finite():
+                if self._weights_are_sound():
                     self._log()
                 break
         run.emit("on_fit_end")
@@ -79,7 +82,7 @@ class FitLoop:
         self._policy.prepare()
         self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
         run.state.start_clock()
-        run.weights_are_finite = self._policy.weights_are_finite
+        run.weights_are_finite = self._weights_are_sound
         if any(duration.is_time for duration in self._max_duration):
             run.state.sync_clock()
         self._start_intervals()
@@ -190,6 +193,7 @@ class FitLoop:
         """Compose the step once, so that options that are off cost nothing."""
         run = self._run
         phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
+        phases = [self._replicas.wrap(phase) for phase in phases]
         for option in (self.auto_micro_batch, self._skipped, run.step_timer):
             if option is not None:
                 phases = [option.wrap(phase) for phase in phases]
@@ -204,7 +208,10 @@ class FitLoop:
         """Write the means since the last log; the only place of training that waits for the device."""
         run, means = self._run, self._policy.means
         bad = means.nonfinite_steps()
-        reduced = means.reduce(run.strategy.comm)
+        with_buffers = self._evaluated_step != run.state.step  # an evaluation may count in buffers of this rank
+        checksum = self._replicas.sums(with_buffers=with_buffers)
+        reduced = means.reduce(run.strategy.comm, checksum=checksum)
+        self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)
         if not reduced:
             return
         if not means.loss_was_finite:
@@ -222,6 +229,12 @@ class FitLoop:
         run.emit("on_log", metrics)
         run.log(metrics)
 
+    def _weights_are_sound(self) -> bool:
+        """Return True if the weights may be saved; raises UserError if those of replicas differ. Collective."""
+        is_finite = self._policy.weights_are_finite()
+        self._replicas.check()
+        return is_finite
+
     def _evaluate(self) -> None:
         """Validate, and step the schedules that follow a metric; left due if a stop interrupts it. Collective."""
         assert self._validation is not None
@@ -229,6 +242,7 @@ class FitLoop:
         run.state.evaluation_due = True
         self._policy.check()
         metrics = self._validation.run()
+        self._evaluated_step = run.state.step
         run.task.train()
         if metrics is None:
             self._is_stopping = True

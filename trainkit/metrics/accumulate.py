@@ -18,6 +18,7 @@ from trainkit.metrics.sync import MetricShard, compute_synced, metrics_in, reset
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
+_CHECKSUM = "checksum of replicas"
 _HAS_OBJECTS = "metric objects"
 """A name among the sums where a rank has metric objects: all ranks then know, without another collective."""
 
@@ -31,6 +32,8 @@ class WeightedMeans:
     def __init__(self, device: torch.device) -> None:
         self.loss_was_finite = True
         """Whether every loss of every rank in the last `reduce` was finite."""
+        self.checksum_sums: list[float] | None = None
+        """The sums over ranks of what the last `reduce` got as its checksum."""
         self._device = device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._outputs: list[StepOutput] = []
@@ -46,14 +49,20 @@ class WeightedMeans:
         if len(self._outputs) >= _FOLD_AT:
             self._fold()
 
-    def reduce(self, collectives: Collectives) -> dict[str, float]:
-        """Return the means over all ranks and clear them; collective, and the one place that waits for the device."""
+    def reduce(self, collectives: Collectives, *, checksum: Tensor | None = None) -> dict[str, float]:
+        """Return the means over all ranks and clear them; collective, and the one place that waits for the device.
+
+        The two numbers in `checksum` are summed over ranks along with them.
+        """
         self._fold()
+        if checksum is not None:
+            self._sums[_CHECKSUM] = checksum.to(self._device, self._dtype)
         if self._objects:
             self._sums[_HAS_OBJECTS] = torch.ones(2, dtype=self._dtype, device=self._device)
         names, sums = collectives.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
         self._sums, self._losses = {}, []
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
+        self.checksum_sums = reduced.pop(_CHECKSUM, None)
         have_objects = reduced.pop(_HAS_OBJECTS, None) is not None
         self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
         means = {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
