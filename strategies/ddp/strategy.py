@@ -399,7 +399,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     # ---- State
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
-        """Return all parameters and the buffers that are broadcast, but not what local SGD averages now and then."""
+        """Return all parameters and the buffers that are made equal, but not what local SGD averages now and then."""
         tensors = super().replicated(task)
         return tensors if self._averaging is None else {name: tensors[name] for name in tensors.keys() - self._averaged}
 

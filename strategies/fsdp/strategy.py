@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.checkpoint.files import write_optional
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
-from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
+from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
@@ -335,9 +335,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             self._take_gradients(reduced)
             self._check_same_units()
         self._normalize_gradients(outputs, batch)
-        if self._buffers is not None:
-            with self.comm.waiting(self.comm.after("the broadcast of buffers")):
-                broadcast(self._buffers.now(), self.comm.group)
+        self._synchronize_buffers()
         return outputs
 
     def _num_rounds(self, batch: StepBatch) -> int:
@@ -553,7 +551,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         return {name: self._locals.get(id(tensor), tensor) for name, tensor in named_state(task).items()}
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
-        """Return the parameters that are not sharded, and the buffers that are broadcast, by name."""
+        """Return the parameters that are not sharded, and the buffers that are made equal, by name."""
         whole = {id(parameter) for parameter in self._task.replicated}
         tensors = super().replicated(task)
         return {n: each for n, each in tensors.items() if not isinstance(each, nn.Parameter) or id(each) in whole}

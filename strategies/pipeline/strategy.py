@@ -33,7 +33,8 @@ from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
 from trainkit.task import TaskModule, has_phases
 from trainkit.tree import map_tensors, to_device
 
-from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
+from ..merged_buffers import MergedBuffers
+from ..multiprocess import MultiProcessStrategy, RankSettings
 from .communication import lane_backend
 from .gradients import StageGradients
 from .graph import Step
@@ -356,7 +357,7 @@ class PipelineStrategy(MultiProcessStrategy):
             lanes = set().union(*(lanes_of(executor) for executor in self.staged_model.steps.values()))
             self.runtime.connect(self.mesh.lane_groups(lanes, backend=backend))
         if self.broadcast_buffers:
-            self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
+            self._buffers = MergedBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
         verify = int(fits) if self.verify == "auto" else 0 if self.verify == "off" else int(self.verify)
         self._to_verify = dict.fromkeys(self.staged_model.steps, verify)
         if phase:
@@ -526,8 +527,8 @@ class PipelineStrategy(MultiProcessStrategy):
             assert self.staged_model.placement is not None
             verification.finish(self.staged_model.placement, self.comm, name=self.rank_name(self.comm.process))
         self._normalize_gradients(shared, batch)
-        if self._buffers is not None and self.mesh.replicas > 1:
-            broadcast(self._buffers.now(), self.comm.group)
+        if self.mesh.replicas > 1:
+            self._synchronize_buffers()
         return shared
 
     def _verification(
@@ -645,9 +646,9 @@ class PipelineStrategy(MultiProcessStrategy):
         return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
-        """Return the parameters of this stage, and its buffers that are broadcast, by name."""
-        buffers = {} if self._buffers is None else self._buffers.named()
-        return {n: each for n, each in self.local_state(task).items() if isinstance(each, nn.Parameter)} | buffers
+        """Return the parameters of this stage, and its buffers that are made equal, by name."""
+        held, tensors = self.local_state(task), super().replicated(task)
+        return {n: each for n, each in tensors.items() if n in held or not isinstance(each, nn.Parameter)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         if self.staged_model.placement is None or (self.comm.rank != 0 and self.state.optimizer_shards is None):

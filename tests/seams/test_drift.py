@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.seams.training import BOUND, EVERY, Layers, batches, difference, samples, trained
-from trainkit import Callback, Data
+from tests.seams.training import BOUND, EVERY, Layers, batches, difference, trained
+from trainkit import Callback
 from trainkit.errors import UserError
 
 RANKS = ("ddp", "torch_ddp", "fusion", "fusion_sharded")

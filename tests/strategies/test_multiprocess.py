@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.multiprocess import BroadcastBuffers
+from trainkit.strategies.merged_buffers import MergedBuffers
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
@@ -217,21 +217,27 @@ def module_with_buffers() -> nn.Module:
 
 def test_the_tensor_that_replaced_a_buffer_is_broadcast():
     net = module_with_buffers()
-    shared = BroadcastBuffers(net)
+    shared = MergedBuffers(net)
     net[0].mean = net[0].mean + 1.0
-    assert [tensor is buffer for tensor, buffer in zip(shared.now(), net.buffers(), strict=True)] == [True, True]
+    assert [tensor is buffer for tensor, buffer in zip(shared.named().values(), net.buffers(), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_shapes_stay_when_a_buffer_grows_is_removed_or_is_added():
     net = module_with_buffers()
     mean, cache = net.buffers()
-    shared = BroadcastBuffers(net)
+    shared = MergedBuffers(net)
     net[0].mean, net[0].later, net[1].cache = None, torch.zeros(1), torch.zeros(9)
-    assert [tensor is before for tensor, before in zip(shared.now(), (mean, cache), strict=True)] == [True, True]
+    assert [tensor is before for tensor, before in zip(shared.named().values(), (mean, cache), strict=True)] == [
+        True,
+        True,
+    ]
     net[1].cache = torch.ones(4)
-    assert shared.now()[1] is net[1].cache
+    assert shared.named()["1.cache"] is net[1].cache
 
 
 def test_only_shared_buffers_are_broadcast():
     net = module_with_buffers()
-    assert BroadcastBuffers(net, is_shared=lambda name: name == "1.cache").now() == [net[1].cache]
+    assert MergedBuffers(net, is_shared=lambda name: name == "1.cache").named() == {"1.cache": net[1].cache}

@@ -1,30 +1,24 @@
-"""ReplicaCheck: the replicas of a task have the same weights, compared by checksums.
-
-    rank 0   weights --> checksum c --+--> sum of c, sum of c*c --> equal on all ranks: ranks * sum(c*c) == sum(c) ** 2
-    rank 1   weights --> checksum c --+    these travel with the metrics of a log point
+"""ReplicaCheck: the replicas of a task have the same weights, compared by checksums that travel with the metrics.
 
 What a step or a callback writes by itself, from its samples or from random numbers, no strategy averages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from trainkit.data.batch import StepBatch
-from trainkit.distributed.collectives import dense_parts
+from trainkit.distributed.checksum import are_equal, summands
 from trainkit.errors import UserError
 from trainkit.loops.phases import PhaseStep
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 
-_MODULUS = 1_048_573  # a prime below 2**20: the sum of squares over 8,192 ranks is exact in float64
 _FIRST_STEPS = 2  # compared before they are made: a step that writes to a parameter mostly does it from the beginning
-_SMALL = 65_536  # elements: smaller tensors are joined, as calling a kernel costs more than what it reads
 
 
 class ReplicaCheck:
@@ -62,11 +56,11 @@ class ReplicaCheck:
     def sums(self, *, with_buffers: bool) -> Tensor | None:
         """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
         tensors = self._replicated(with_buffers=with_buffers)
-        return _summands([checksum(tensors.values())])[0] if tensors else None
+        return summands([tensors.values()])[0] if tensors else None
 
-    def check_sums(self, sums: Iterable[float] | None, *, with_buffers: bool) -> None:
+    def check_sums(self, sums: Sequence[float] | None, *, with_buffers: bool) -> None:
         """Raise UserError on every rank if the summands, added over ranks, show a difference; collective if they do."""
-        if sums is not None and not self._are_equal(sums):
+        if sums is not None and not are_equal(sums, num_ranks=self._run.strategy.comm.world_size):
             self._raise_difference(with_buffers=with_buffers)
 
     def check(self) -> None:
@@ -81,16 +75,11 @@ class ReplicaCheck:
         tensors = self._run.strategy.replicated(self._run.task)
         return {name: each for name, each in tensors.items() if with_buffers or isinstance(each, nn.Parameter)}
 
-    def _are_equal(self, sums: Iterable[float]) -> bool:
-        """Return True if the numbers are equal, by the case of equality of Cauchy and Schwarz, in exact integers."""
-        total, squares = map(int, sums)
-        return self._run.strategy.comm.world_size * squares == total * total
-
     def _raise_difference(self, *, with_buffers: bool) -> None:
         run, tensors = self._run, self._replicated(with_buffers=with_buffers)
-        rows = run.strategy.comm.all_reduce(_summands([checksum([tensor]) for tensor in tensors.values()])).tolist()
-        names = [name for name, row in zip(tensors, rows, strict=True) if not self._are_equal(row)]
-        name = names[0] if names else next(iter(tensors))
+        comm = run.strategy.comm
+        rows = zip(tensors, comm.all_reduce(summands([[tensor] for tensor in tensors.values()])).tolist(), strict=True)
+        name = next(name for name, sums in rows if not are_equal(sums, num_ranks=comm.world_size))
         raise UserError(
             f"{type(run.strategy).__name__}: {name} has other values on other ranks, by step {run.state.step + 1}. "
             f"{_cause(run.task, name)} No strategy averages such values. {_REMEDY}"
@@ -118,38 +107,3 @@ def _cause(task: nn.Module, name: str) -> str:
     if getattr(owner, "max_norm", None) is not None:
         return f"{type(owner).__name__}(max_norm={owner.max_norm}) renormalises the rows of the samples that it sees."
     return "A step or a callback writes to it, from its own samples or random numbers."
-
-
-def checksum(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a number below 2**20 of all bits of the tensors, an int64 scalar on the device; waits for nothing."""
-    sums: list[Tensor] = []
-    small: dict[torch.dtype, list[Tensor]] = {}
-    device: torch.device | None = None
-    with torch.no_grad():
-        for tensor in tensors:
-            for part in dense_parts(tensor.detach()):
-                flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
-                device = flat.device if device is None else device
-                if flat.numel() <= _SMALL and flat.device == device:
-                    small.setdefault(flat.dtype, []).append(flat)
-                elif not flat.is_meta:
-                    sums += [each.to(device, non_blocking=True) for each in _bit_sums(flat)]
-        for joined in small.values():
-            sums += _bit_sums(torch.cat(joined))
-        return torch.remainder(torch.stack(sums).sum(), _MODULUS) if sums else torch.zeros((), dtype=torch.int64)
-
-
-def _bit_sums(flat: Tensor) -> list[Tensor]:
-    """Return sums of the bits of a contiguous tensor as integers, of 64 bits as far as possible, which is faster."""
-    if flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.clone()
-    per_word = 8 // flat.itemsize
-    words = flat.numel() // per_word * per_word
-    narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    return [flat[:words].view(torch.int64).sum(), flat[words:].view(narrow).sum()]
-
-
-def _summands(checksums: list[Tensor]) -> Tensor:
-    """Return each checksum and its square, shape (checksums, 2)."""
-    stacked = torch.stack(checksums).double()
-    return torch.stack([stacked, stacked * stacked], dim=1)
