@@ -8,7 +8,7 @@ Ranks that write different values to one element have no common value: UserError
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainkit.distributed.checksum import are_equal, summands
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError
+from trainkit.model.carried_state import may_be_merged, named_buffers
 
 FIRST_STEPS = 2  # in which the buffers are found that depend on the samples of a replica
 
@@ -82,20 +83,6 @@ class MergedBuffers:
                     "strategy.broadcast_buffers=false, with which each rank keeps its own values; or set "
                     "strategy=single."
                 )
-
-
-def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield each buffer with its name and the module that has it; one that two modules have comes twice."""
-    for prefix, owner in module.named_modules():
-        for key, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield f"{prefix}.{key}" if prefix else key, owner, buffer
-
-
-def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
-    """Return True for buffers but those of torch's modules and of other normalisations, which are statistics."""
-    is_statistic = type(owner).__module__.startswith("torch.") or "norm" in type(owner).__name__.lower()
-    return not is_statistic and buffer.layout is torch.strided and not buffer.is_meta
 
 
 def bounds(values: Tensor, last: Tensor) -> Tensor:

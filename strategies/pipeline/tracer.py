@@ -21,11 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
+from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
+from trainkit.model.attribute_watch import AttributeWatch, outline
 from trainkit.rng import preserve_rng, python_rng_state
 from trainkit.strategy import named_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
-from .attributes import AttributeWatch, class_numbers, outline
+from .attributes import class_numbers
 from .graph import (
     GRADIENT,
     NOMINAL,
@@ -51,7 +53,6 @@ from .graph import (
     tensors,
 )
 from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
-from .snapshot import AttributeSnapshot, preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode, function_name, without_hooks
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})

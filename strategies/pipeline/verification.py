@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.sync import detach_metrics, metrics_in
+from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
 from trainkit.tree import tree_leaves
 
 from .attributes import place_of
 from .gradients import StageGradients
 from .graph import Node, TracedGraph, num_bytes, tensors
 from .mesh import PipelineMesh
-from .snapshot import AttributeSnapshot, preserve_task
 from .stage import Placement
 from .stage_executor import StageExecutor
 from .state import PipelineState

@@ -88,7 +88,22 @@ def test_a_buffer_by_rows_has_the_values_of_all_replicas_of_a_pipeline(tmp_path,
     assert difference(trained("2x2", BufferByRows(), data=lanes()), plain_loop(Layers())) < BOUND
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])
+def test_an_attribute_that_micro_batches_hand_to_each_other_is_refused(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="hidden"):
+        trained(strategy, AttributeOfTheBatch())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_attribute_of_the_batch_is_right_with_one_micro_batch_a_rank(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reference = plain_loop(Layers())
+    del reference["state"]
+    assert difference(trained(strategy, AttributeOfTheBatch(), data=lanes()), reference) < BOUND
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp", "pipeline"])
 def test_a_buffer_that_every_rank_computes_from_its_samples_is_refused(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mean"):

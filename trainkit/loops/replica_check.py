@@ -5,7 +5,9 @@ What a step or a callback writes by itself, from its samples or from random numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +19,9 @@ from trainkit.errors import UserError
 from trainkit.loops.phases import PhaseStep
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
+from trainkit.model.carried_state import BufferWrites, CarriedAttributes, is_compiled
+
+logger = logging.getLogger(__name__)
 
 _FIRST_STEPS = 2  # compared before they are made: a step that writes to a parameter mostly does it from the beginning
 
@@ -40,18 +45,51 @@ class ReplicaCheck:
     def _forward_backward(
         self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
+        is_first = self._num_checked < _FIRST_STEPS
+        self._num_checked += is_first
         if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
             versions = [parameter._version for parameter in self._parameters]
-            outputs = forward_backward(batch)
+            with self._carried_state_refused() if is_first else nullcontext():
+                outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
                 if parameter._version != version:
                     self._refuse_write(parameter)
         else:
             outputs = forward_backward(batch)
-        if self._num_checked < _FIRST_STEPS and self._has_replicas:
-            self._num_checked += 1
+        if is_first and self._has_replicas:
             self.check()
         return outputs
+
+    @contextmanager
+    def _carried_state_refused(self) -> Iterator[None]:
+        """Raise UserError if micro-batches of the step in the block hand state to each other in the task."""
+        run = self._run
+        if not run.strategy.supports_module_hooks or is_compiled(run.task):
+            yield
+            return
+        attributes, buffers = CarriedAttributes(run.task), BufferWrites(run.task)
+        release = run.precision.surround(buffers.micro_batch)
+        try:
+            with attributes.recorded():
+                yield
+        finally:
+            release()
+        changed = attributes.changed()
+        names = [*(name for name, value in changed.items() if attributes.tensors_in(value)), *buffers.names]
+        if names:
+            raise UserError(
+                f"{type(run.strategy).__name__}: {type(run.task).__name__} reads and changes {names[0]} in each of the "
+                f"micro-batches of step {run.state.step + 1}, so that one micro-batch sees what another has left, and "
+                "not what the step before has. Keep the state in a buffer with a row for each sample or lane, and "
+                "write to the rows of the batch; change it in a callback's on_step_end; or set accumulate=1."
+            )
+        if changed and run.is_main:
+            logger.warning(
+                "%s changes %s in each micro-batch, and so more often than once a step. If the loss depends on it, "
+                "change it in a callback's on_step_end.",
+                type(run.task).__name__,
+                ", ".join(changed),
+            )
 
     def sums(self, *, with_buffers: bool) -> Tensor | None:
         """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
