@@ -387,7 +387,7 @@ class ShardedTask:
                 name = next((name for name, parameter in named if parameter is changed), "a parameter")
                 raise UserError(
                     f"{name} was changed in place during a step, where it is a gathered copy of its shards: the "
-                    "change would be lost. Change parameters in a callback's on_step_end, or set strategy=ddp."
+                    "change would be lost. Change parameters in a callback's on_step_end, or set strategy=single."
                 )
 
     # ---- State

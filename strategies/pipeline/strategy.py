@@ -24,6 +24,7 @@ from trainkit.distributed.collectives import Collectives, broadcast, check_same_
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.model.carried_state import shared_by_micro_batches
 from trainkit.model.deferred_init import is_deferred, make_real
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
@@ -342,6 +343,9 @@ class PipelineStrategy(MultiProcessStrategy):
         phase, step_name = self._phase, self._step_name
         fits = self.comm.broadcast_object(fits_in_memory(task, self.device))
         placement = self._partition_by(task, self._training_steps(task), batch, num_micro_batches, all_replicas=True)
+        carried = [name for executor in self.staged_model.steps.values() for name in executor.graph.handed_on]
+        if carried and self.num_micro_batches > 1:
+            raise UserError(shared_by_micro_batches(type(self).__name__, task, carried[0]))
         self._gradients = {
             name: StageGradients(
                 task,

@@ -48,6 +48,13 @@ class AttributeOfTheBatch(Layers):
         return nn.functional.mse_loss(self.c(torch.tanh(self.b(hidden))), targets)
 
 
+class AttributeFromTheBeginning(AttributeOfTheBatch):
+    """The same with a first state."""
+
+    def finish(self):
+        self.hidden = torch.zeros((), dtype=torch.float64)
+
+
 class BufferOfAMean(Layers):
     """A running mean of features, which no rule merges."""
 
@@ -92,7 +99,7 @@ def test_a_buffer_by_rows_has_the_values_of_all_replicas_of_a_pipeline(tmp_path,
 def test_an_attribute_that_micro_batches_hand_to_each_other_is_refused(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="hidden"):
-        trained(strategy, AttributeOfTheBatch())
+        trained(strategy, AttributeFromTheBeginning())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

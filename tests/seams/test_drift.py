@@ -72,7 +72,7 @@ def test_on_one_process_with_one_micro_batch_it_trains_as_in_a_plain_loop(tmp_pa
 
 
 @pytest.mark.parametrize("settings", [{"log_every": "5step"}, {"log_every": "100step"}], ids=["logged", "at the end"])
-@pytest.mark.parametrize("strategy", ["ddp", "fusion_sharded"])
+@pytest.mark.parametrize("strategy", ["ddp", "fusion"])
 def test_a_callback_that_makes_replicas_differ_ends_the_run(strategy, settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"b\.weight has other values on other ranks"):

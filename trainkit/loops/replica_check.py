@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,11 +20,12 @@ from trainkit.errors import UserError
 from trainkit.loops.phases import PhaseStep
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
-from trainkit.model.carried_state import BufferWrites, CarriedAttributes, is_compiled
+from trainkit.model.carried_state import BufferWrites, CarriedAttributes, is_compiled, shared_by_micro_batches
+from trainkit.strategy import local_state
 
 logger = logging.getLogger(__name__)
 
-_FIRST_STEPS = 2  # compared before they are made: a step that writes to a parameter mostly does it from the beginning
+_FOLLOWED_STEPS = 3  # in which state is looked for that micro-batches hand to each other
 
 
 class ReplicaCheck:
@@ -33,7 +35,8 @@ class ReplicaCheck:
         self._run = run
         self._has_replicas = run.strategy.comm.world_size > 1
         self._parameters = list(run.task.parameters())
-        self._num_checked = 0
+        self._steps = 0
+        self._carried: dict[str, Any] = {}  # attributes
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return the phase with a check of its first steps, and of all steps in several micro-batches."""
@@ -45,18 +48,17 @@ class ReplicaCheck:
     def _forward_backward(
         self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
-        is_first = self._num_checked < _FIRST_STEPS
-        self._num_checked += is_first
+        self._steps += 1
         if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
             versions = [parameter._version for parameter in self._parameters]
-            with self._carried_state_refused() if is_first else nullcontext():
+            with self._carried_state_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
                 outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
                 if parameter._version != version:
                     self._refuse_write(parameter)
         else:
             outputs = forward_backward(batch)
-        if is_first and self._has_replicas:
+        if self._steps == 1:  # before it is made: a step that writes to a parameter mostly does so from the beginning
             self.check()
         return outputs
 
@@ -64,31 +66,29 @@ class ReplicaCheck:
     def _carried_state_refused(self) -> Iterator[None]:
         """Raise UserError if micro-batches of the step in the block hand state to each other in the task."""
         run = self._run
-        if not run.strategy.supports_module_hooks or is_compiled(run.task):
-            yield
-            return
-        attributes, buffers = CarriedAttributes(run.task), BufferWrites(run.task)
-        release = run.precision.surround(buffers.micro_batch)
+        runs_modules = run.strategy.supports_module_hooks and not is_compiled(run.task)
+        # The first step may fill caches. In a pipeline it is also traced and compared with one process.
+        attributes = CarriedAttributes(run.task) if runs_modules and self._steps > 1 else None
+        buffers = BufferWrites(local_state(run.strategy, run.task), run.task)
+        is_quiet = self._steps == 1 and not run.strategy.supports_module_hooks
+        release = run.precision.surround(nullcontext if is_quiet else buffers.micro_batch)
         try:
-            with attributes.recorded():
+            with nullcontext() if attributes is None else attributes.recorded():
                 yield
         finally:
             release()
-        changed = attributes.changed()
-        names = [*(name for name, value in changed.items() if attributes.tensors_in(value)), *buffers.names]
-        if names:
-            raise UserError(
-                f"{type(run.strategy).__name__}: {type(run.task).__name__} reads and changes {names[0]} in each of the "
-                f"micro-batches of step {run.state.step + 1}, so that one micro-batch sees what another has left, and "
-                "not what the step before has. Keep the state in a buffer with a row for each sample or lane, and "
-                "write to the rows of the batch; change it in a callback's on_step_end; or set accumulate=1."
-            )
-        if changed and run.is_main:
+        changed = {} if attributes is None else attributes.changed()
+        self._carried = changed if self._steps == 2 else {n: v for n, v in changed.items() if n in self._carried}
+        is_last = self._steps == _FOLLOWED_STEPS and attributes is not None
+        names = [name for name, value in self._carried.items() if is_last and attributes.tensors_in(value)]
+        for name in (*buffers.names, *names):
+            raise UserError(shared_by_micro_batches(type(run.strategy).__name__, run.task, name))
+        if is_last and self._carried and run.is_main:
             logger.warning(
                 "%s changes %s in each micro-batch, and so more often than once a step. If the loss depends on it, "
                 "change it in a callback's on_step_end.",
                 type(run.task).__name__,
-                ", ".join(changed),
+                ", ".join(self._carried),
             )
 
     def sums(self, *, with_buffers: bool) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,11 +15,12 @@ from trainkit.model.attribute_watch import AttributeWatch
 
 
 class CarriedAttributes:
-    """Finds the attributes of a task that a step reads before it changes them; those of metric objects do not count."""
+    """Finds the attributes that a step reads before it changes them, except those of torch's modules and of metrics."""
 
     def __init__(self, task: nn.Module) -> None:
-        metrics = metrics_in(task)
-        self._snapshot = AttributeSnapshot(task, [module for metric in metrics for module in metric.modules()])
+        ignored = [module for metric in metrics_in(task) for module in metric.modules()]
+        ignored += [module for module in task.modules() if _is_of_torch(module)]  # such as caches of RNNs
+        self._snapshot = AttributeSnapshot(task, ignored)
         self._watch = AttributeWatch(task, lambda: (0, ""))
         self._buffers = {name for name, _, _ in named_buffers(task)}
 
@@ -41,17 +42,24 @@ class CarriedAttributes:
 class BufferWrites:
     """Finds the buffers of which several micro-batches of a step change the same elements."""
 
-    def __init__(self, task: nn.Module) -> None:
+    def __init__(self, held: Collection[str], task: nn.Module) -> None:
         self.names: dict[str, None] = {}
-        """The buffers that were found."""
-        self._task = task
+        """The buffers that were found, among those that this process holds."""
+        self._held, self._task = held, task
         self._last = self._present()
         self._changed: dict[str, Tensor] = {}  # name -> the elements that a micro-batch has changed
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Note what the forward in the block changes; waits for the device."""
-        yield
+        try:
+            yield
+        finally:  # a stage of a pipeline leaves the step at its own end
+            # Private: the stage follows all calls of the step, and must not see these.
+            with torch._C.DisableTorchFunction():
+                self._note_changes()
+
+    def _note_changes(self) -> None:
         for name, values in self._present().items():
             last = self._last.get(name)
             if last is None or last.shape != values.shape or torch.equal(values, last):
@@ -63,7 +71,18 @@ class BufferWrites:
             self._last[name] = values
 
     def _present(self) -> dict[str, Tensor]:
-        return {n: buffer.clone() for n, owner, buffer in named_buffers(self._task) if may_be_merged(owner, buffer)}
+        named = [(name, *rest) for name, *rest in named_buffers(self._task) if name in self._held]
+        return {name: buffer.clone() for name, owner, buffer in named if may_be_merged(owner, buffer)}
+
+
+def shared_by_micro_batches(strategy: str, task: nn.Module, name: str) -> str:
+    """Return the message for state that one micro-batch of a step leaves to the next one."""
+    return (
+        f"{strategy}: {type(task).__name__} reads and changes {name} in each micro-batch of a step, so that one "
+        "micro-batch sees what another has left, and not what the step before has. Keep the state in a buffer with a "
+        "row for each sample or lane, and write to the rows of the batch; change it in a callback's on_step_end; or "
+        "set strategy.accumulate=1."
+    )
 
 
 def is_compiled(task: nn.Module) -> bool:
@@ -82,5 +101,9 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
     """Return True for buffers except those of torch's modules and of other normalisations, which are statistics."""
-    is_statistic = type(owner).__module__.startswith("torch.") or "norm" in type(owner).__name__.lower()
+    is_statistic = _is_of_torch(owner) or "norm" in type(owner).__name__.lower()
     return not is_statistic and buffer.layout is torch.strided and not buffer.is_meta
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
