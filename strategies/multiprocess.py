@@ -339,7 +339,7 @@ class MultiProcessStrategy(Strategy):
                 with self.no_sync():
                     with self.precision.forward():
                         returned = task.training_step(micro_batch.batch)
-                    output = read_training_output(returned, micro_batch.num_samples, task)
+                    output = read_training_output(returned, micro_batch.num_samples, task, of=batch.num_samples)
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)
         except torch.OutOfMemoryError as error:

@@ -175,6 +175,7 @@ class _WrappedTask(TaskModule):
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         super().__init__()
         self.wrapped = wrapped
+        self.loss_reduction = wrapped.module.task.loss_reduction
 
     def training_step(self, batch: Any) -> Any:
         return self.wrapped(batch)

@@ -207,7 +207,9 @@ class Strategy:
             with self.no_sync() if index < last else self._synced():
                 with self.precision.forward():
                     returned = getattr(task, self._step_name)(micro_batch.batch)
-                output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+                output = read_training_output(
+                    returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+                )
                 self._backward(output, micro_batch, batch)
             outputs.append(output)
         self._normalize_gradients(outputs, batch)

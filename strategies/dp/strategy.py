@@ -230,7 +230,8 @@ class DataParallelStrategy(PhaseTraining):
         """Add the gradients of the shards, one for each device."""
         versions = [parameter._version for parameter in self._trained] if len(shards) > 1 else []
         shapes = _shapes_of_saved_buffers(task) if versions else {}
-        outputs = self._on_replicas(task, shards, self._step_name, read_training_output, state=self._state)
+        read = partial(read_training_output, of=batch.num_samples)
+        outputs = self._on_replicas(task, shards, self._step_name, read, state=self._state)
         if versions:
             self._check_unchanged(task, versions)
             self._check_shapes(task, shapes)

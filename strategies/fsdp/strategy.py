@@ -327,7 +327,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     self._last = map_tensors(micro_batch.batch, lambda tensor: tensor)  # the step may take from it
                     with self.precision.forward():
                         returned = sharded.run(self._step_name, micro_batch.batch)
-                    output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+                    output = read_training_output(
+                        returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+                    )
                     self._backward(output, micro_batch, batch)
                     outputs.append(output)
                 else:

@@ -501,7 +501,9 @@ class PipelineStrategy(MultiProcessStrategy):
 
         def read_loss(index: int, returned: Any) -> Tensor:
             micro_batch = batch.micro_batches[index]
-            output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+            output = read_training_output(
+                returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+            )
             loss = output.loss
             assert loss is not None
             output.loss = loss.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from trainkit.loops.oom import AutoMicroBatch
     from trainkit.loops.skipped_steps import SkippedSteps
 
+logger = logging.getLogger(__name__)
+
 
 class FitLoop:
     """Drives training: one step batch, of one or more micro-batches, is one optimizer step.
@@ -46,6 +49,7 @@ class FitLoop:
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
         self._replicas = ReplicaCheck(run)
         self._evaluated_step = -1
+        self._has_warned = False  # of a loss that grows with its samples
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
@@ -214,6 +218,13 @@ class FitLoop:
         self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)
         if not reduced:
             return
+        if means.loss_grows_with_samples and run.task.loss_reduction == "mean" and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the loss of %s.training_step grows with the number of its samples. A sum over samples is divided by "
+                "the number of ranks and micro-batches: return a mean, or set loss_reduction = 'sum' in the class.",
+                type(run.task).__name__,
+            )
         if not means.loss_was_finite:
             self._policy.on_nonfinite_loss(bad[0] if bad else None)
         self.warn_skipped_steps(bad)
