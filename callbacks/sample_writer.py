@@ -43,14 +43,15 @@ class SampleWriter(Callback):
         if source.is_iterable or source.batch_size is None:
             raise UserError("sample_writer needs a map-style validation dataset of samples, not a stream or batches.")
         count = min(self.num_samples, len(source.dataset))
-        was_training = run.task.training
+        modes = [(module, module.training) for module in run.task.modules()]
         run.task.eval()
         try:
             with preserve_rng(), torch.no_grad():
                 batch = make_reader(source.dataset, source.collate_fn, seed=run.seed)(torch.arange(count), 0)
                 predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
         finally:
-            run.task.train(was_training)
+            for module, mode in modes:  # of which some may stay in evaluation mode while the task trains
+                module.training = mode
         if run.is_main:
             text = "\n".join(_lines(run.task, batch, predictions, count))
             run.log_text("samples", text)

@@ -155,12 +155,11 @@ class Session:
     def evaluate(self, stage: str = "validation") -> dict[str, float]:
         """Return the metrics over all samples of a stage, each counted once, by name (`validation/loss`). Collective.
 
-        A validation also steps the schedules that follow a metric. The task is in training mode afterwards.
+        A validation also steps the schedules that follow a metric. Each module has the mode of before afterwards.
         """
         if stage not in self._evaluations:
             self._evaluations[stage] = evaluation_loop(self.run, stage, limit=None)
         metrics = self._evaluations[stage].run()
-        self.task.train()
         if metrics is None:
             return {}
         if stage == "validation":

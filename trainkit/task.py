@@ -100,6 +100,15 @@ def check_loss_reduction(task: TaskModule) -> None:
         )
 
 
+def begin_training(task: TaskModule) -> None:
+    """Leave the task in training mode; modules that its constructor put into evaluation mode stay in it.
+
+    A task that is in evaluation mode as a whole was evaluated before: all its modules begin to train.
+    """
+    if not task.training:
+        task.train()
+
+
 def has_phases(task: TaskModule) -> bool:
     """Return True if a task is trained in phases; raises UserError for `manual` without any."""
     declared = getattr(task.configure_phases, "__func__", None) is not TaskModule.configure_phases

@@ -31,7 +31,7 @@ from trainkit.optim.precision import Precision
 from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
-from trainkit.task import TaskModule, has_phases
+from trainkit.task import TaskModule, begin_training, has_phases
 from trainkit.tree import map_tensors, to_device
 
 from ..merged_buffers import MergedBuffers
@@ -327,7 +327,7 @@ class PipelineStrategy(MultiProcessStrategy):
         if first is None:
             return
         self._begun = chain([first], batches)
-        task.train()
+        begin_training(task)
         batch = first.micro_batches[0].batch if first.micro_batches else None
         traced = self._move_for_evaluation(batch if first.is_even else self._batch_of_any_rank(batch))
         with self.runtime.errors.published():
@@ -518,7 +518,9 @@ class PipelineStrategy(MultiProcessStrategy):
         with self.state.absent.readable():
             verification = self._verification(task, executor, step, batches, read_loss)
         check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
-        with nullcontext() if verification is None else verification.recorded():
+        # Readable, as hooks of modules of other stages, and copies of attributes for each stage, read the zeros.
+        recorded = nullcontext() if verification is None else verification.recorded()
+        with self.state.absent.readable(), recorded:
             around = gradients.reduce_around(actions[self.mesh.stage])
             self.runtime.train(executor, step, batches, actions=actions, read_loss=read_loss, around=around)
         if check is not None:
@@ -730,7 +732,8 @@ class PipelineStrategy(MultiProcessStrategy):
             first = next(self.step_batches(step_batches, pin_memory=source.pin_memory))
             steps, batch = self._training_steps(task), to_device(first.micro_batches[0].batch, torch.device("cpu"))
             training = self._training_memory(task, len(first.micro_batches))
-            self.staged_model.plan = self.staged_model.make_plan(task.train(), steps, batch, self.device, training)
+            begin_training(task)
+            self.staged_model.plan = self.staged_model.make_plan(task, steps, batch, self.device, training)
             return self.staged_model.report(task, steps, training, self.mesh, broadcast_buffers=self.broadcast_buffers)
         finally:
             self.end_phases()

@@ -32,6 +32,8 @@ class SendAt(Callback):
 def test_a_signal_in_mid_epoch_ends_the_run_after_the_step_with_its_exit_code(make_trainer, number, code):
     recorder = Recorder()
     before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        pytest.skip(f"the tests run below nohup, which ignores {number.name}")
     trainer = make_trainer(callbacks=[SendAt(number, 2), recorder, SaveAtEnd()], max_duration="2epoch")
     with pytest.raises(Stopped) as caught:
         trainer.fit(Regression(), DATA)

@@ -138,6 +138,12 @@ class Largest(Layers):
         self.a.weight.register_hook(lambda gradient: gradient * (gradient.abs() > gradient.abs().median()))
 
 
+class Decays(Layers):
+    def finish(self):
+        weight = self.a.weight
+        weight.register_hook(lambda gradient: gradient + 1e-7 * weight.detach())
+
+
 class CountsCalls(Layers):
     """A factor that becomes smaller with each call."""
 
@@ -150,14 +156,14 @@ class CountsCalls(Layers):
         return gradient * self.factor
 
 
-@pytest.mark.parametrize("task", (Clamped, StepsInBackward, Largest))
+@pytest.mark.parametrize("task", (Clamped, StepsInBackward, Largest, Decays))
 @pytest.mark.parametrize("strategy", ("single", "ddp", "fsdp", "pipeline"))
 def test_a_hook_whose_result_depends_on_the_split_of_a_step_is_refused_by_name(strategy, task):
     with pytest.raises(UserError, match=r"on the gradient of '[ab]\.weight' is called for parts .*max_grad_value"):
         trained(strategy, task())
 
 
-@pytest.mark.parametrize("task", (Clamped, StepsInBackward, Largest, CountsCalls))
+@pytest.mark.parametrize("task", (Clamped, StepsInBackward, Largest, Decays, CountsCalls))
 def test_one_backward_on_one_rank_has_any_hook(task):
     trained_task = task()
     trainer = Trainer(max_duration="1epoch", callbacks=[], loggers=[], num_sanity_batches=0)

@@ -80,6 +80,7 @@ class Ready(Callback):
 
 
 def train_in_a_terminal(strategy, folder):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run below nohup inherit that it is ignored
     callbacks = [ProgressBar(), Checkpoint(), Ready(folder)]
     trainer = Trainer(MAKE_STRATEGY[strategy](), callbacks=callbacks, loggers=[], max_duration="1h", run_dir=folder)
     trainer.fit(Layers(), Data(train=samples(), batch_size=8))

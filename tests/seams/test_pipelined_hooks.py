@@ -88,7 +88,8 @@ class Parametrized(Layers):
 
 class WithHooks(Layers):
     def finish(self):
-        register(self)
+        for parameter in self.parameters():
+            parameter.register_hook(scale)
 
 
 @pytest.mark.parametrize("make_task", [Parametrized, WithHooks])

@@ -139,6 +139,29 @@ def test_a_learning_rate_without_a_schedule_counts_after_a_resume(caplog):
     assert "param_groups[0].weight_decay: 0.0 saved, 0.1 now" in caplog.text
 
 
+class WithAdam(Layers):
+    def __init__(self, betas=(0.9, 0.999)):
+        super().__init__()
+        self.betas = betas
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1, betas=self.betas)
+
+
+def test_one_value_of_a_pair_counts_after_a_resume():
+    fit(WithAdam(), HALF)
+    weights = fit(WithAdam(betas=(0.5, 0.9)), STEPS, resume="run")
+    task = WithAdam()
+    optimizer = task.configure_optimizers()
+    for step, (inputs, targets) in enumerate(batches()):
+        if step == HALF:
+            optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+        nn.functional.mse_loss(task(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert difference(weights, task.state_dict()) < BOUND
+
+
 def test_saved_settings_count_if_they_are_chosen(caplog):
     fit(Plain(), HALF)
     weights = fit(Plain(lr=0.02), STEPS, resume="run", resume_optimizer="saved")

@@ -34,7 +34,7 @@ class EvaluationLoop:
     def run(self) -> dict[str, float] | None:
         """Return the metrics by their full names (`validation/loss`); `None` if a stop was requested. Collective.
 
-        Leaves the task in evaluation mode and the random generators as they were.
+        Leaves the mode of each module and the random generators as they were.
         """
         metrics: dict[str, float] = {}
         with self._evaluating() as progress:
@@ -86,12 +86,13 @@ class EvaluationLoop:
 
     @contextmanager
     def _evaluating(self) -> Iterator[EvaluationProgress]:
-        """Evaluation mode, no gradients, and random generators restored at the end."""
+        """Evaluation mode, no gradients, and random generators and the mode of each module restored at the end."""
         run = self._run
         known = [loader.num_steps for loader in self.loaders.values() if loader.num_steps is not None]
         progress = EvaluationProgress(self._stage, sum(known) if len(known) == len(self.loaders) else None)
         run.evaluation = progress
         run.emit("on_evaluation_start", self._stage)
+        modes = [(module, module.training) for module in run.task.modules()]
         run.task.eval()
         try:
             # Not inference mode: a tensor that a model caches in it could not be used in training later.
@@ -99,3 +100,6 @@ class EvaluationLoop:
                 yield progress
         finally:
             run.evaluation = None
+            # Not by `train()`, which would also put a frozen backbone into training mode.
+            for module, mode in modes:
+                module.training = mode

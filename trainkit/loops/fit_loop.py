@@ -22,7 +22,7 @@ from trainkit.loops.run import Run
 from trainkit.model.registrations import count_registrations
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, SupportsPhases
-from trainkit.task import TaskModule
+from trainkit.task import TaskModule, begin_training
 
 if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop
@@ -81,7 +81,7 @@ class FitLoop:
     def start(self) -> None:
         """Compose the step and prepare the task for it; repeat an evaluation that was interrupted. Collective."""
         run = self._run
-        run.task.train()
+        begin_training(run.task)
         run.task.zero_grad(set_to_none=True)
         self._policy.prepare()
         self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
@@ -254,7 +254,6 @@ class FitLoop:
         self._policy.check()
         metrics = self._validation.run()
         self._evaluated_step = run.state.step
-        run.task.train()
         if metrics is None:
             self._is_stopping = True
             return

@@ -19,6 +19,7 @@ from trainkit.loops.fit_config import NonfinitePolicy
 from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.strategy import local_state
+from trainkit.task import begin_training
 from trainkit.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -277,7 +278,7 @@ class RollbackPoint:
         state.skipped_steps |= skipped_steps
         state.micro_batch_size = size  # found since the checkpoint, and in use
         run.resumed_from = resumed_from
-        run.task.train()
+        begin_training(run.task)
         for phase_optimizer in run.phase_optimizers:  # of the step that was not finished
             phase_optimizer.zero_grad()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
@@ -18,6 +18,7 @@ from trainkit.loops.rollback import list_samples
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.state import TrainState
+from trainkit.strategy import local_state
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class SkippedSteps:
 
         def snapshot_first(batch: StepBatch) -> list[StepOutput]:
             if phase not in self._before:
-                self._before[phase] = BufferSnapshot(self._run.task)
+                self._before[phase] = BufferSnapshot(_held_buffers(self._run))
             return forward_backward(batch)
 
         def then_restore() -> Tensor | None:
@@ -109,10 +110,10 @@ def skip_listed_steps(step: TrainStep, state: TrainState, skip: Callable[[], Non
 
 
 class BufferSnapshot:
-    """A copy of a module's buffers, one flat tensor for each device and type."""
+    """A copy of buffers, one flat tensor for each device and type."""
 
-    def __init__(self, module: nn.Module) -> None:
-        buffers = sorted((buffer for buffer in module.buffers() if _has_values(buffer)), key=_kind)
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        buffers = sorted((buffer for buffer in held if _has_values(buffer)), key=_kind)
         self._groups = [list(group) for _, group in groupby(buffers, key=_kind)]
         self._before = [_flat(group) for group in self._groups]
 
@@ -134,6 +135,12 @@ def _cause(step: int, of_ranks: Mapping[int, tuple[bool, list[int]]]) -> str:
     cause = "its gradient was not finite, or a spike" if bad is None else "its loss was NaN or infinite"
     on_rank = f" on rank {bad}" if bad is not None and len(of_ranks) > 1 else ""
     return f"step {step}, since {cause}{on_rank}" + (f" (samples {list_samples(samples)})" if samples else "")
+
+
+def _held_buffers(run: Run) -> list[Tensor]:
+    """Return the buffers of which this rank has the values: none of another stage."""
+    held = local_state(run.strategy, run.task)
+    return [buffer for name, buffer in run.task.named_buffers() if name in held]
 
 
 def _flat(buffers: list[Tensor]) -> Tensor:

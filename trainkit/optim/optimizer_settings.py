@@ -105,7 +105,8 @@ class OptimizerSettings:
         callbacks have changed.
         """
         groups = self._optimizer.param_groups
-        keys = {place.rpartition(".")[2] for place in differing if place.startswith("param_groups")}
+        # Of `betas[0]`, the setting that the group has.
+        keys = {place.rpartition(".")[2].partition("[")[0] for place in differing if place.startswith("param_groups")}
         restarts = bool(self._schedulers) and ("lr" in keys or any(place.startswith("sched") for place in differing))
         for group, settings in zip(groups, self._groups, strict=True):
             group.update(_copied(settings))

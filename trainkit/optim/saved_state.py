@@ -54,7 +54,11 @@ def state_problem(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Map
     The number of its groups and the names of their settings have been checked. Of an optimizer with a step of its own,
     not fused, only the memory of tensors is.
     """
-    problem = next(_problems(optimizer, shapes, saved), None)
+    try:
+        problem = next(_problems(optimizer, shapes, saved), None)
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        # An altered value of another kind, such as a tensor in place of a flag, fails where it is compared.
+        problem = f"{type(error).__name__}: {error}"
     return None if problem is None else f"{problem:.300}"
 
 
