@@ -245,7 +245,7 @@ class MultiProcessStrategy(Strategy):
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
         """Return all parameters, and the buffers that are made equal, by name; raises UserError if that failed."""
-        tensors = dict(task.named_parameters())
+        tensors: dict[str, Tensor] = {**dict(task.named_parameters())}
         if self._buffers is not None:
             self._buffers.check(type(self).__name__)
             tensors |= self._buffers.named()

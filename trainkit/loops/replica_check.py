@@ -77,11 +77,12 @@ class ReplicaCheck:
                 yield
         finally:
             release()
-        changed = {} if attributes is None else attributes.changed()
-        self._carried = changed if self._steps == 2 else {n: v for n, v in changed.items() if n in self._carried}
-        is_last = self._steps == _FOLLOWED_STEPS and attributes is not None
-        names = [name for name, value in self._carried.items() if is_last and attributes.tensors_in(value)]
-        for name in (*buffers.names, *names):
+        names, is_last = [*buffers.names], self._steps == _FOLLOWED_STEPS and attributes is not None
+        if attributes is not None:
+            changed = attributes.changed()
+            self._carried = {n: v for n, v in changed.items() if self._steps == 2 or n in self._carried}
+            names += [name for name, value in self._carried.items() if is_last and attributes.tensors_in(value)]
+        for name in names:
             raise UserError(shared_by_micro_batches(type(run.strategy).__name__, run.task, name))
         if is_last and self._carried and run.is_main:
             logger.warning(

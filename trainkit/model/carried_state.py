@@ -71,8 +71,11 @@ class BufferWrites:
             self._last[name] = values
 
     def _present(self) -> dict[str, Tensor]:
-        named = [(name, *rest) for name, *rest in named_buffers(self._task) if name in self._held]
-        return {name: buffer.clone() for name, owner, buffer in named if may_be_merged(owner, buffer)}
+        return {
+            name: buffer.clone()
+            for name, owner, buffer in named_buffers(self._task)
+            if name in self._held and may_be_merged(owner, buffer)
+        }
 
 
 def shared_by_micro_batches(strategy: str, task: nn.Module, name: str) -> str:
