@@ -80,8 +80,11 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Wrap the training step outside the task, so that the task's names do not change; collective."""
+        step = _TrainingStep(task)
+        # Private, and the only way: PyTorch cannot compare sparse buffers. The strategy synchronizes all buffers itself.
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, [n for n, _ in step.named_buffers()])
         self._wrapped = DistributedDataParallel(
-            _TrainingStep(task),
+            step,
             process_group=self.comm.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             **_NO_BUFFER_SYNC,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, dense_parts
 from trainkit.errors import UserError
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
@@ -281,4 +281,7 @@ class FirstStepCheck:
 
 def _fingerprint(tensor: Tensor) -> int:
     """Return a checksum of the contents."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    value = 0
+    for part in dense_parts(tensor.detach()):
+        value = zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+    return value

@@ -384,7 +384,8 @@ def dense_parts(tensor: Tensor) -> Sequence[Tensor]:
 
 def _describe(name: str, tensor: Tensor) -> str:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}{' on meta' * tensor.is_meta}"
+    sparse = "" if tensor.layout is torch.strided else f", {tensor.layout} of {tensor._nnz()} values"
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}{' on meta' * tensor.is_meta}{sparse}"
 
 
 def _join_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

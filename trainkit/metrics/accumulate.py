@@ -130,7 +130,7 @@ class WeightedMeans:
             if name == "loss":
                 of_loss = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
                 self._losses.append((stacked, of_loss))
-                self._sizes += [o.weight for o in outputs if not (o.loss is None or isinstance(o.weight, Tensor))]
+                self._sizes += [float(o.weight) for o in outputs if o.loss is not None and not o.own_weight]
 
 
 class MetricAccumulator:
@@ -189,9 +189,9 @@ def _grow_with(sizes: Sequence[float], losses: Sequence[Tensor]) -> bool:
         return False
     values = torch.cat(list(losses)).tolist()
     full = [value for value, size in zip(values, sizes, strict=True) if size == largest][-8:]  # the nearest in time
-    few = [(value, size) for value, size in zip(values, sizes, strict=True) if size <= _FEW * largest]
+    few = [(value, size) for value, size in zip(values, sizes, strict=True) if 0 < size <= _FEW * largest]
     mean = sum(full) / len(full)
-    return mean > 0 and all(0.75 < value / mean * largest / size < 1.33 for value, size in few)
+    return bool(few) and mean > 0 and all(0.75 < value / mean * largest / size < 1.33 for value, size in few)
 
 
 def _numbers(name: str, computed: Any) -> dict[str, float]:
