@@ -3,7 +3,8 @@
     before     0 0 0 0     rank 0 writes to the rows of its samples     a 0 b 0     after, on every rank     a c b 0
                            rank 1                                       0 c 0 0
 
-Ranks that write different values to one element have no common value: UserError.
+Ranks that write different values to one element have no common value: UserError. Integers (counters, pointers) are then
+those of the first replica.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trainkit.distributed.checksum import are_equal, summands
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError
-from trainkit.model.carried_state import may_be_merged, named_buffers
+from trainkit.model.carried_state import is_counted, may_be_merged, named_buffers
 
 FIRST_STEPS = 2  # in which the buffers are found that depend on the samples of a replica
 
@@ -28,6 +29,7 @@ class MergedBuffers:
         self._tables: dict[str, dict[str, Tensor | None]] = {}  # the module's, by the name of the buffer
         self._tensors: dict[str, Tensor] = {}  # their shapes are the same on every rank
         self._last: dict[str, Tensor] = {}  # values after the last step, of buffers that may have to be merged
+        self._merged: set[str] = set()
         self._conflicts: dict[str, Tensor] = {}
         self._steps = 0
         for name, owner, buffer in named_buffers(module):
@@ -58,17 +60,24 @@ class MergedBuffers:
         else:
             merged = list(self._last)
         for name in merged:
-            reduced = comm.reduce_in_place(bounds(tensors[name], self._last[name]), "max", where="merging buffers")
-            values, conflict = merge(reduced, self._last[name])
-            self._conflicts[name] = conflict | self._conflicts.get(name, conflict)
+            own, last = tensors[name], self._last[name]
+            reduced = comm.reduce_in_place(bounds(own, last), "max", where="merging buffers")
+            values, conflict = merge(reduced, last)
+            if is_counted(own):
+                first = own.clone()
+                broadcast([first], comm.group)
+                values = torch.where(conflict, first, values)
+            else:
+                self._conflicts[name] = conflict.any() | self._conflicts.get(name, False)
             with torch.no_grad():
-                tensors[name].copy_(values)
+                own.copy_(values)
+        self._merged.update(merged)
         broadcast([tensor for name, tensor in tensors.items() if name not in merged], comm.group)
         if merged and (self._steps < FIRST_STEPS or comm.device.type == "cpu"):
             self.check(strategy)
         self._steps += 1
         if self._steps == FIRST_STEPS:
-            self._last = {name: self._last[name] for name in self._conflicts}
+            self._last = {name: self._last[name] for name in self._merged}
         for name, last in self._last.items():
             last.copy_(tensors[name])
 
@@ -94,11 +103,10 @@ def bounds(values: Tensor, last: Tensor) -> Tensor:
 
 
 def merge(reduced: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of whoever has changed them, and whether an element was changed to different ones."""
+    """Return the values of whoever has changed them, and which elements were changed to different ones."""
     highest, lowest = reduced[0], -reduced[1]
     is_changed = highest != _lowest(highest)
-    values = _narrow(torch.where(is_changed, highest, _wide(last)), last)
-    return values, (is_changed & (highest != lowest)).any()
+    return _narrow(torch.where(is_changed, highest, _wide(last)), last), is_changed & (highest != lowest)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Wrap the training step outside the task, so that the task's names do not change; collective."""
         step = _TrainingStep(task)
-        # Private, and the only way: PyTorch cannot compare sparse buffers. The strategy synchronizes all buffers itself.
+        # Private: PyTorch cannot compare sparse buffers, and the strategy makes all buffers equal itself.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, [n for n, _ in step.named_buffers()])
         self._wrapped = DistributedDataParallel(
             step,

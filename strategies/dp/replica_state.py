@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.errors import UserError
 from trainkit.model.attribute_snapshot import PLAIN
-from trainkit.model.carried_state import CarriedAttributes, may_be_merged, named_buffers
+from trainkit.model.carried_state import CarriedAttributes, is_counted, may_be_merged, named_buffers
 from trainkit.task import TaskModule
 
 from ..merged_buffers import FIRST_STEPS, bounds, merge
@@ -71,11 +71,13 @@ class ReplicaState:
                 continue  # refused elsewhere, or a cache
             if all(torch.equal(values[0], other) for other in values[1:]):
                 continue
-            conflict = torch.tensor(True)
+            merged, conflict = values[0], torch.tensor(True)
             if name in last:
                 reduced = torch.stack([bounds(each, last[name]) for each in values]).amax(0)
                 merged, conflict = merge(reduced, last[name])
-            if conflict:
+            if is_counted(merged):
+                merged = torch.where(conflict, values[0], merged)
+            elif conflict.any():
                 raise UserError(
                     f"{where} writes to {name} other values from the samples of each replica of strategy=dp, and there "
                     f"is no rule that makes them one: only statistics of normalisation layers are those of the first. "

@@ -9,6 +9,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from tests.seams.training import BOUND, EVERY, MAKE_STRATEGY, WIDTH, Layers, batches, difference, samples, trained
 from trainkit import Data, Trainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 SPARSE = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}
 
 

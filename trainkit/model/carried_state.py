@@ -74,7 +74,7 @@ class BufferWrites:
         return {
             name: buffer.clone()
             for name, owner, buffer in named_buffers(self._task)
-            if name in self._held and may_be_merged(owner, buffer)
+            if name in self._held and may_be_merged(owner, buffer) and not is_counted(buffer)
         }
 
 
@@ -106,6 +106,11 @@ def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
     """Return True for buffers except those of torch's modules and of other normalisations, which are statistics."""
     is_statistic = _is_of_torch(owner) or "norm" in type(owner).__name__.lower()
     return not is_statistic and buffer.layout is torch.strided and not buffer.is_meta
+
+
+def is_counted(buffer: Tensor) -> bool:
+    """Return True for integers and truth values, which count or point: their last values may differ by design."""
+    return not (buffer.is_floating_point() or buffer.is_complex())
 
 
 def _is_of_torch(module: nn.Module) -> bool:
