@@ -15,11 +15,12 @@ from trainkit.model.attribute_watch import AttributeWatch
 
 
 class CarriedAttributes:
-    """Finds the attributes that a step reads before it changes them, except those of torch's modules and of metrics."""
+    """Finds the attributes that a step reads before it changes them, except those of torch's modules, ours and metrics."""
 
     def __init__(self, task: nn.Module) -> None:
         ignored = [module for metric in metrics_in(task) for module in metric.modules()]
-        ignored += [module for module in task.modules() if _is_of_torch(module)]  # such as caches of RNNs
+        # Such as caches of RNNs, and the proxy of a Lightning trainer.
+        ignored += [each for each in task.modules() if _is_of(each, "torch.", "trainkit.")]
         self._snapshot = AttributeSnapshot(task, ignored)
         self._watch = AttributeWatch(task, lambda: (0, ""))
         self._buffers = {name for name, _, _ in named_buffers(task)}
@@ -104,7 +105,7 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
     """Return True for buffers except those of torch's modules and of other normalisations, which are statistics."""
-    is_statistic = _is_of_torch(owner) or "norm" in type(owner).__name__.lower()
+    is_statistic = _is_of(owner, "torch.") or "norm" in type(owner).__name__.lower()
     return not is_statistic and buffer.layout is torch.strided and not buffer.is_meta
 
 
@@ -113,5 +114,5 @@ def is_counted(buffer: Tensor) -> bool:
     return not (buffer.is_floating_point() or buffer.is_complex())
 
 
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+def _is_of(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.startswith(packages)
