@@ -15,7 +15,7 @@ from trainkit.model.attribute_watch import AttributeWatch
 
 
 class CarriedAttributes:
-    """Finds the attributes that a step reads before it changes them, except those of torch's modules, ours and metrics."""
+    """Finds the attributes that a step reads before it changes them; those of torch's modules and ours do not count."""
 
     def __init__(self, task: nn.Module) -> None:
         ignored = [module for metric in metrics_in(task) for module in metric.modules()]
