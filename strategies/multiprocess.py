@@ -40,6 +40,7 @@ from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
+from .merged_buffers import MergedBuffers
 from .own_groups import OwnGroups
 from .shared_flag import SharedFlag
 
@@ -80,7 +81,7 @@ class MultiProcessStrategy(Strategy):
 
     Every rank trains a copy of the task on its own samples. After `forward_backward` every rank has the sum of the
     ranks' gradients, each weighted by its fraction of the global batch; `reduce_gradients` sums them. With
-    `broadcast_buffers` buffers (batch-norm statistics) become those of rank 0 after every step.
+    `broadcast_buffers` buffers are made equal after every step: batch-norm statistics are those of rank 0.
     """
 
     comm: ProcessGroupCollectives  # from `setup` on
@@ -102,7 +103,7 @@ class MultiProcessStrategy(Strategy):
         self._while_joined: ExitStack | None = None  # closed at the end of a run whose ranks torchrun started
         self._owns_group = False
         self._own_groups = OwnGroups(timedelta(seconds=self.ranks.timeout_seconds))
-        self._buffers: BroadcastBuffers | None = None  # broadcast after every step
+        self._buffers: MergedBuffers | None = None  # made equal after every step
         self._weighted_by: dict[str, bool] = {}  # name of a step method -> it returns weights
         self._watchdog: RankWatchdog | None = None
         self._stop_flag: SharedFlag | None = None
@@ -257,7 +258,15 @@ class MultiProcessStrategy(Strategy):
         with self.comm.waiting("the broadcast of parameters and buffers"):
             tensors = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
             broadcast(tensors, self.comm.group)
-        self._buffers = BroadcastBuffers(task) if self.broadcast_buffers else None
+        self._buffers = MergedBuffers(task) if self.broadcast_buffers else None
+
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return all parameters, and the buffers that are made equal, by name; raises UserError if that failed."""
+        tensors: dict[str, Tensor] = {**dict(task.named_parameters())}
+        if self._buffers is not None:
+            self._buffers.check(type(self).__name__)
+            tensors |= self._buffers.named()
+        return tensors
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective."""
@@ -303,10 +312,14 @@ class MultiProcessStrategy(Strategy):
                 self._join_without_samples()
             outputs = super().forward_backward(task, batch)
         self._check_untrained()
+        self._synchronize_buffers()
+        return outputs
+
+    def _synchronize_buffers(self) -> None:
+        """Make the buffers equal on all ranks, if that is asked for; collective."""
         if self._buffers is not None:
             with self.comm.waiting(self.comm.after("the broadcast of buffers")):
-                broadcast(self._buffers.now(), self.comm.group)
-        return outputs
+                self._buffers.synchronize(self.comm, strategy=type(self).__name__)
 
     def reduce_gradients(self) -> None:
         """Leave in every `.grad` the sum over ranks, after a step's last backward; collective.
@@ -347,7 +360,7 @@ class MultiProcessStrategy(Strategy):
                 with self.no_sync():
                     with self.precision.forward():
                         returned = task.training_step(micro_batch.batch)
-                    output = read_training_output(returned, micro_batch.num_samples, task)
+                    output = read_training_output(returned, micro_batch.num_samples, task, of=batch.num_samples)
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)
         except torch.OutOfMemoryError as error:
@@ -421,29 +434,6 @@ class MultiProcessStrategy(Strategy):
     def _is_undivided(self, batch: StepBatch) -> bool:
         """Return True if one micro-batch is the whole global batch: its loss is not weighted."""
         return len(batch.micro_batches) == 1 and batch.micro_batches[0].num_samples == batch.num_samples
-
-
-class BroadcastBuffers:
-    """The buffers of a module that are broadcast: those that it had when this object was made, on every rank."""
-
-    def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
-        self._tensors: list[Tensor] = []  # one for each place; its shape is the same on every rank
-        for prefix, owner in module.named_modules():
-            for name, tensor in owner._buffers.items():
-                if tensor is not None and is_shared(f"{prefix}.{name}" if prefix else name):
-                    self._places.append((owner._buffers, name))
-                    self._tensors.append(tensor)
-
-    def now(self) -> list[Tensor]:
-        """Return the present tensors of the buffers; one that is gone or has another shape is the last that fitted."""
-        for index, (table, name) in enumerate(self._places):
-            tensor, before = table.get(name), self._tensors[index]
-            if tensor is None or tensor is before or tensor.shape != before.shape:
-                continue
-            if tensor.dtype == before.dtype and tensor.device == before.device:
-                self._tensors[index] = tensor
-        return self._tensors
 
 
 def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:

@@ -82,8 +82,11 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Wrap the training step outside the task, so that the task's names do not change; collective."""
+        step = _TrainingStep(task)
+        # Private: PyTorch cannot compare sparse buffers, and the strategy makes all buffers equal itself.
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, [n for n, _ in step.named_buffers()])
         self._wrapped = DistributedDataParallel(
-            _TrainingStep(task),
+            step,
             process_group=self.comm.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
             **_NO_BUFFER_SYNC,
@@ -215,6 +218,7 @@ class _WrappedTask(TaskModule):
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         super().__init__()
         self.wrapped = wrapped
+        self.loss_reduction = wrapped.module.task.loss_reduction
 
     def training_step(self, batch: Any) -> Any:
         return self.wrapped(batch)

@@ -70,6 +70,8 @@ class Strategy:
     grows_micro_batch: bool = False
     """True if `micro_batch_size=auto` grows the size as far as memory allows: no step can be computed again."""
 
+    micro_batches_at_once: int = 1
+    """Micro-batches that one process computes at once, each with the values from before the step."""
     shards_parameters: bool = False
     """True if each rank holds a shard of every parameter, and `local_state` returns shards."""
     initializes_modules: bool = False
@@ -242,7 +244,9 @@ class Strategy:
             with self.no_sync() if index < last else self._synced():
                 with self.precision.forward():
                     returned = getattr(task, self._step_name)(micro_batch.batch)
-                output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+                output = read_training_output(
+                    returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+                )
                 self._backward(output, micro_batch, batch)
             outputs.append(output)
         self._normalize_gradients(outputs, batch)
@@ -330,6 +334,10 @@ class Strategy:
         At its end the values that rank 0 has left in them are those that every rank trains on.
         """
         return nullcontext(task)
+
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return by name the parameters and buffers that have the same values on all ranks of `comm` after a step."""
+        return {}
 
     # ---- State, complete and under the bare task's names for every strategy; all collective
 

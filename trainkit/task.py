@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.errors import UserError
+from trainkit.errors import UserError, nearest
 
 StepReturn = Tensor | Mapping[str, Tensor | float]
 OptimizerSpec = Optimizer | tuple[Optimizer, Any]
@@ -26,11 +26,19 @@ class TaskModule(nn.Module):
     them itself.
     """
 
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    """What the loss of a training step is over the samples of its batch. The sum over the global batch is trained with
+    "sum", and logged; the `loss` of an evaluation is divided by the number of samples."""
     manual: bool = False
     """True if `manual_step` drives the phases of a step; by default they run one after the other."""
 
     def training_step(self, batch: Any) -> StepReturn:
-        """Return the mean loss over `batch`, which is on the task's device."""
+        """Return the mean loss over `batch`, which is on the task's device.
+
+        Ranks and micro-batches have parts of a global batch, whose means are averaged. So the loss must be a mean over
+        samples, or over something else that is returned as `weight`, or a sum with `loss_reduction = "sum"`. A loss
+        between samples (contrastive, batch statistics) sees those of one micro-batch only.
+        """
         raise UserError(f"{type(self).__name__} has no training_step; define training_step(self, batch).")
 
     def validation_step(self, batch: Any) -> StepReturn:
@@ -80,6 +88,16 @@ class TaskModule(nn.Module):
     def log_dict(self, metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
         """Raise UserError: what a step returns is logged."""
         self.log(", ".join(metrics))
+
+
+def check_loss_reduction(task: TaskModule) -> None:
+    """Raise UserError for a `loss_reduction` that is neither mean nor sum."""
+    value = task.loss_reduction
+    if value not in ("mean", "sum"):
+        raise UserError(
+            f"{type(task).__name__} has loss_reduction = {value!r}.{nearest(str(value), ('mean', 'sum'))} Set it to "
+            "'mean' or 'sum', which is what training_step returns over the samples of its batch."
+        )
 
 
 def begin_training(task: TaskModule) -> None:

@@ -38,7 +38,7 @@ from trainkit.run_dir.lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
-from trainkit.task import ChecksSettings, TaskModule, has_phases
+from trainkit.task import ChecksSettings, TaskModule, check_loss_reduction, has_phases
 
 if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
@@ -337,6 +337,7 @@ class Trainer:
                 f"the task is a {type(task).__name__}; subclass trainkit.TaskModule and pass an object of it, or wrap "
                 "a LightningModule: trainkit.integrations.lightning.LightningTask(module)."
             )
+        check_loss_reduction(task)
         device_type = self.strategy.validate(task, self.fit_config.precision)
         if self.fit_config.offload_activations:
             _check_offloads(self.strategy, device_type)

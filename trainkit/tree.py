@@ -68,7 +68,17 @@ def num_rows(batch: Any) -> int:
 
 def rows(batch: Any, selection: slice, *, of: int) -> Any:
     """Return the `selection` of a batch's rows; tensors whose first dimension is not `of` are kept whole."""
-    return map_tensors(batch, lambda tensor: tensor[selection] if tensor.dim() and tensor.shape[0] == of else tensor)
+    return map_tensors(batch, lambda tensor: _rows(tensor, selection) if tensor.dim() and len(tensor) == of else tensor)
+
+
+def _rows(tensor: Tensor, selection: slice) -> Tensor:
+    if tensor.layout is torch.strided:
+        return tensor[selection]
+    indices = torch.arange(len(tensor), device=tensor.device)[selection]
+    if tensor.layout is torch.sparse_coo:
+        return tensor.index_select(0, indices)
+    # Compressed layouts have no selection of several rows.
+    return tensor.to_sparse_coo().index_select(0, indices).to_sparse(layout=tensor.layout)
 
 
 def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> Any:

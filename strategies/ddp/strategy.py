@@ -450,6 +450,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- State
 
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return all parameters and the buffers that are made equal, but not what local SGD averages now and then."""
+        tensors = super().replicated(task)
+        return tensors if self._averaging is None else {name: tensors[name] for name in tensors.keys() - self._averaged}
+
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
         """Return the task's parameters and buffers, under local SGD the mean of parameters; complete on rank 0."""
         if self._averaging is None or not self._averaging.weights_differ:

@@ -25,6 +25,7 @@ from trainkit.task import TaskModule
 from trainkit.tree import concatenate, to_device
 
 from .parallel_apply import ParallelApply
+from .replica_state import ReplicaState
 from .replicate import replicate, scatter
 
 WARM_UP_STEPS = 2  # the first shows whether replicas draw random numbers, the second starts threads
@@ -155,6 +156,7 @@ class DataParallelStrategy(PhaseTraining):
         self._threads: ParallelApply | None = None
         self._timer = TransferTimer([])
         self._metrics: list[dict[int, nn.Module]] | None = None  # of each replica but the first
+        self._state = ReplicaState()
 
     # ---- Devices
 
@@ -180,10 +182,11 @@ class DataParallelStrategy(PhaseTraining):
         self.precision = precision
         precision.setup(self.device)
         self.comm = Collectives(num_devices=len(set(self.devices)))
+        self.micro_batches_at_once = len(self.devices)
         self.num_micro_batches = len(self.devices) * self._num_rounds
         self._threads = ParallelApply(self.devices)
         self._timer = TransferTimer(self.devices)
-        self._metrics = None
+        self._metrics, self._state = None, ReplicaState()
 
     def teardown(self) -> None:
         """End the threads; may be called twice."""
@@ -229,7 +232,8 @@ class DataParallelStrategy(PhaseTraining):
         """Add the gradients of the shards, one for each device."""
         versions = [parameter._version for parameter in self._trained] if len(shards) > 1 else []
         shapes = _shapes_of_saved_buffers(task) if versions else {}
-        outputs = self._on_replicas(task, shards, self._step_name, read_training_output)
+        read = partial(read_training_output, of=batch.num_samples)
+        outputs = self._on_replicas(task, shards, self._step_name, read, state=self._state)
         if versions:
             self._check_unchanged(task, versions)
             self._check_shapes(task, shapes)
@@ -251,7 +255,8 @@ class DataParallelStrategy(PhaseTraining):
                 name = next(name for name, each in task.named_parameters() if each is parameter)
                 raise UserError(
                     f"{type(task).__name__}.{self._step_name} changes {name}, a trained parameter, which each replica "
-                    "would change by itself. Change it in a callback's on_step_end, or set strategy=ddp."
+                    "would change from its own samples. Let the gradient change it, or change it in a callback's "
+                    "on_step_end; as a plain loop does it, it runs with strategy=single and one micro-batch."
                 )
 
     def _check_shapes(self, task: TaskModule, shapes: Mapping[str, torch.Size]) -> None:
@@ -266,7 +271,13 @@ class DataParallelStrategy(PhaseTraining):
                 )
 
     def _on_replicas(
-        self, task: TaskModule, shards: Sequence[MicroBatch], step_name: str, read: ReadOutput | None = None
+        self,
+        task: TaskModule,
+        shards: Sequence[MicroBatch],
+        step_name: str,
+        read: ReadOutput | None = None,
+        *,
+        state: ReplicaState | None = None,
     ) -> list[Any]:
         """Return the result of the step on each device, as returned by the task or by `read`."""
         assert self._threads is not None
@@ -282,7 +293,8 @@ class DataParallelStrategy(PhaseTraining):
             return returned if read is None else read(returned, shard.num_samples, replica, step_name)
 
         calls = [partial(run, replica, shard) for replica, shard in zip(replicas, moved, strict=True)]
-        return self._threads.run(calls, kind=step_name)
+        with nullcontext() if state is None or len(calls) == 1 else state.merged(task, replicas, step_name):
+            return self._threads.run(calls, kind=step_name)
 
     def _scattered(self, shard: MicroBatch, device: torch.device) -> MicroBatch:
         if device.type == "cpu" and self.precision.batch_type is None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.checkpoint.files import write_optional
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
-from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
+from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
@@ -357,7 +357,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     self._last = map_tensors(micro_batch.batch, lambda tensor: tensor)  # the step may take from it
                     with self.precision.forward():
                         returned = sharded.run(self._step_name, micro_batch.batch)
-                    output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+                    output = read_training_output(
+                        returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+                    )
                     self._backward(output, micro_batch, batch)
                     outputs.append(output)
                 else:
@@ -369,9 +371,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             if shard.sharded.requires_grad != was_trained:
                 sharded.refuse_unfreezing(shard.name)
         self._normalize_gradients(outputs, batch)
-        if self._buffers is not None:
-            with self.comm.waiting(self.comm.after("the broadcast of buffers")):
-                broadcast(self._buffers.now(), self.comm.group)
+        self._synchronize_buffers()
         return outputs
 
     def _num_rounds(self, batch: StepBatch) -> int:
@@ -631,6 +631,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def local_state(self, task: TaskModule) -> dict[str, Tensor]:
         """Return this rank's shards of the parameters, and the buffers, by name."""
         return {name: self._locals.get(id(tensor), tensor) for name, tensor in named_state(task).items()}
+
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters that are not sharded, and the buffers that are made equal, by name."""
+        whole = {id(parameter) for parameter in self._task.replicated}
+        tensors = super().replicated(task)
+        return {n: each for n, each in tensors.items() if not isinstance(each, nn.Parameter) or id(each) in whole}
 
     def _make_whole(self) -> None:
         """Leave the whole task on every rank; collective."""

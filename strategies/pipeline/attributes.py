@@ -1,4 +1,4 @@
-"""Attributes of a task's modules: where a step reads and writes them, and their values on each stage.
+"""Attributes of a task's modules, and their values on each stage.
 
 Attributes are what a module has beside parameters, buffers, sub-modules and torch's own fields.
 """
@@ -8,18 +8,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from trainkit.errors import UserError
-
-from .snapshot import MOST_ITEMS, OF_TORCH, PLAIN, full_name, module_attributes, tensors_in
+from trainkit.model.attribute_snapshot import tensors_in
 
 _HOOKS = {key for key, value in vars(nn.Module()).items() if "_hooks" in key and isinstance(value, dict)}
 
@@ -38,21 +34,6 @@ def table_of(module: nn.Module, key: str) -> Table:
 
 
 # ---- Values sent to other stages
-
-
-def outline(value: Any, depth: int = 6) -> Any:
-    """Return the structure and the plain values of nested containers and dataclasses, to be compared."""
-    if isinstance(value, PLAIN):
-        return value
-    is_data = is_dataclass(value) and not isinstance(value, type)
-    if depth == 0 or not (is_data or isinstance(value, (list, tuple, dict, set, deque))):
-        return type(value)
-    if isinstance(value, dict) or is_data:
-        items = vars(value) if is_data and hasattr(value, "__dict__") else value if isinstance(value, dict) else {}
-        return {key: outline(item, depth - 1) for key, item in items.items()}
-    if isinstance(value, set) or len(value) > MOST_ITEMS:
-        return len(value)
-    return [outline(item, depth - 1) for item in value]
 
 
 def class_numbers(task: nn.Module) -> dict[str, Any]:
@@ -177,123 +158,3 @@ class StageAttributes:
             if table != items:
                 table.clear()
                 table.update(items)
-
-
-# ---- Where a step reads and writes
-
-
-@dataclass(slots=True)
-class Access:
-    """The nodes at which a step reads and writes one attribute: the node that runs, or the next one."""
-
-    first: int
-    last: int
-    reads_first: bool
-    """True if it is read before it is written."""
-    last_write: int | None = None
-    writers: set[str] = field(default_factory=set)
-    """Leaf modules in whose calls it is written; an empty name for code between nodes."""
-    users: set[str] = field(default_factory=set)
-    """The same for all accesses."""
-
-
-class AttributeWatch:
-    """Records the accesses to the attributes of a task's modules while it is installed.
-
-    `where` returns the index of the present node, and the name of the leaf module that runs or an empty name. The class
-    of each module is swapped, as attributes are looked up on it.
-    """
-
-    def __init__(self, task: nn.Module, where: Callable[[], tuple[int, str]]) -> None:
-        self.accesses: dict[str, Access] = {}
-        self.iterators: dict[str, None] = {}
-        """The attributes among them that are iterators."""
-        self.drawing: set[str] = set()
-        """The modules that read a random generator of their own, outside of leaf modules."""
-        self._outlines: dict[str, tuple[Any, Any]] = {}  # of containers, where the present leaf module first reads them
-        self._where = where
-        self._modules = [module for module in task.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._names = {id(module): name for name, module in task.named_modules()}
-        self._keys = {
-            id(module): {"training", *(key for key, _ in module_attributes(module))} for module in self._modules
-        }
-        self._classes: dict[type, type] = {}
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Record in the block."""
-        originals = [(module, type(module)) for module in self._modules]
-        try:
-            for module, original in originals:
-                object.__setattr__(module, "__class__", self._watching(original))
-            yield
-        finally:
-            for module, original in originals:
-                object.__setattr__(module, "__class__", original)
-
-    def changed_containers(self) -> list[str]:
-        """Return the attributes whose containers have changed since the leaf module read them that ends now."""
-        found = [name for name, (value, before) in self._outlines.items() if outline(value) != before]
-        self._outlines.clear()
-        return found
-
-    def _note_value(self, module: nn.Module, key: str, value: Any) -> None:
-        name = full_name(self._names[id(module)], key)
-        if hasattr(type(value), "__next__"):
-            self.iterators[name] = None
-        elif hasattr(type(value), "random") and not self._where()[1]:  # of Python or numpy, which a trace cannot follow
-            self.drawing.add(self._names[id(module)])
-        elif isinstance(value, (list, dict, set, deque)) and self._where()[1] and name not in self._outlines:
-            self._outlines[name] = value, outline(value)
-
-    def _record(self, module: nn.Module, key: str, *, writes: bool) -> None:
-        node, user = self._where()
-        name = full_name(self._names[id(module)], key)
-        access = self.accesses.get(name)
-        if access is None:
-            access = self.accesses[name] = Access(node, node, not writes)
-        access.last = node
-        access.users.add(user)
-        if writes:
-            access.last_write = node
-            access.writers.add(user)
-
-    def _watching(self, original: type) -> type:
-        if original in self._classes:
-            return self._classes[original]
-        keys, record, note = self._keys, self._record, self._note_value
-
-        get_, set_, delete_ = (getattr(original, f"__{name}__") for name in ("getattribute", "setattr", "delattr"))
-
-        def get(module: Any, key: str) -> Any:
-            if key in keys.get(id(module), ()):
-                record(module, key, writes=False)
-                value = get_(module, key)
-                note(module, key, value)
-                return value
-            return get_(module, key)
-
-        def assign(module: Any, key: str, value: Any) -> None:
-            if id(module) in keys and key not in _NOT_WATCHED:
-                keys[id(module)].add(key)
-                record(module, key, writes=True)
-            set_(module, key, value)
-
-        def delete(module: Any, key: str) -> None:
-            if key in keys.get(id(module), ()):
-                record(module, key, writes=True)
-            delete_(module, key)
-
-        namespace = {
-            "__getattribute__": get,
-            "__setattr__": assign,
-            "__delattr__": delete,
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-        }
-        self._classes[original] = type(original)(original.__name__, (original,), namespace)
-        return self._classes[original]
-
-
-_NOT_WATCHED = OF_TORCH - {"training"}

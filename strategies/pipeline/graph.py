@@ -192,6 +192,8 @@ class TracedGraph:
     """Modules on which the step registers hooks and removes them again."""
     replaced: frozenset[str] = frozenset()
     """Attributes that the step changes, and buffers that it replaces by other tensors."""
+    handed_on: tuple[str, ...] = ()
+    """The attributes with tensors that the step reads before it changes them, so that micro-batches share them."""
     reset: frozenset[str] = frozenset()
     """Attributes that the step writes and leaves as they were."""
     left_in: Mapping[str, tuple[int, torch.Size, torch.dtype]] = field(default_factory=dict)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.model.attribute_snapshot import preserve_task
 from trainkit.strategy import named_state
 from trainkit.tree import to_device
 
 from .graph import NOMINAL, Call, Node, Rates, Step, TracedGraph, estimated_seconds, tensors
-from .snapshot import preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode
 from .tracer import copy_batch, preserve_state
 

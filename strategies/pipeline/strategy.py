@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.checkpoint.sharded_state import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
@@ -24,6 +24,7 @@ from trainkit.distributed.collectives import Collectives, broadcast, check_same_
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
+from trainkit.model.carried_state import shared_by_micro_batches
 from trainkit.model.deferred_init import is_deferred, make_real
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
@@ -33,7 +34,8 @@ from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
 from trainkit.task import TaskModule, begin_training, has_phases
 from trainkit.tree import map_tensors, to_device
 
-from ..multiprocess import BroadcastBuffers, MultiProcessStrategy, RankSettings
+from ..merged_buffers import MergedBuffers
+from ..multiprocess import MultiProcessStrategy, RankSettings
 from .communication import lane_backend
 from .gradients import StageGradients
 from .graph import Step
@@ -346,6 +348,9 @@ class PipelineStrategy(MultiProcessStrategy):
         phase, step_name = self._phase, self._step_name
         fits = self.comm.broadcast_object(fits_in_memory(task, self.device))
         placement = self._partition_by(task, self._training_steps(task), batch, num_micro_batches, all_replicas=True)
+        carried = [name for executor in self.staged_model.steps.values() for name in executor.graph.handed_on]
+        if carried and self.num_micro_batches > 1:
+            raise UserError(shared_by_micro_batches(type(self).__name__, task, carried[0]))
         self._gradients = {
             name: StageGradients(
                 task,
@@ -361,7 +366,7 @@ class PipelineStrategy(MultiProcessStrategy):
             lanes = set().union(*(lanes_of(executor) for executor in self.staged_model.steps.values()))
             self.runtime.connect(self.mesh.lane_groups(lanes, backend=backend))
         if self.broadcast_buffers:
-            self._buffers = BroadcastBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
+            self._buffers = MergedBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
         verify = int(fits) if self.verify == "auto" else 0 if self.verify == "off" else int(self.verify)
         self._to_verify = dict.fromkeys(self.staged_model.steps, verify)
         if phase:
@@ -501,7 +506,9 @@ class PipelineStrategy(MultiProcessStrategy):
 
         def read_loss(index: int, returned: Any) -> Tensor:
             micro_batch = batch.micro_batches[index]
-            output = read_training_output(returned, micro_batch.num_samples, task, self._step_name)
+            output = read_training_output(
+                returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+            )
             loss = output.loss
             assert loss is not None
             output.loss = loss.detach()
@@ -533,8 +540,8 @@ class PipelineStrategy(MultiProcessStrategy):
             assert self.staged_model.placement is not None
             verification.finish(self.staged_model.placement, self.comm, name=self.rank_name(self.comm.process))
         self._normalize_gradients(shared, batch)
-        if self._buffers is not None and self.mesh.replicas > 1:
-            broadcast(self._buffers.now(), self.comm.group)
+        if self.mesh.replicas > 1:
+            self._synchronize_buffers()
         return shared
 
     def _verification(
@@ -650,6 +657,11 @@ class PipelineStrategy(MultiProcessStrategy):
         """Return the parameters and buffers of this stage by name, all of them before the task is partitioned."""
         placement, stage, named = self.staged_model.placement, self.mesh.stage, named_state(task).items()
         return {name: tensor for name, tensor in named if placement is None or placement.is_held(name, stage)}
+
+    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
+        """Return the parameters of this stage, and its buffers that are made equal, by name."""
+        held, tensors = self.local_state(task), super().replicated(task)
+        return {n: each for n, each in tensors.items() if n in held or not isinstance(each, nn.Parameter)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         if self.staged_model.placement is None or (self.comm.rank != 0 and self.state.optimizer_shards is None):

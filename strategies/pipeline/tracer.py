@@ -21,11 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
+from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
+from trainkit.model.attribute_watch import AttributeWatch, outline
 from trainkit.rng import preserve_rng, python_rng_state
 from trainkit.strategy import named_state
 from trainkit.tree import map_tensors, tree_leaves, tree_map
 
-from .attributes import AttributeWatch, class_numbers, outline
+from .attributes import class_numbers
 from .graph import (
     GRADIENT,
     NOMINAL,
@@ -51,7 +53,6 @@ from .graph import (
     tensors,
 )
 from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
-from .snapshot import AttributeSnapshot, preserve_task
 from .stage_executor import ModuleInterceptor, TracingMode, function_name, without_hooks
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
@@ -644,6 +645,7 @@ class Tracer(TracingMode):
                 name for name, hooks in self._new_hooks.items() if hooks - _hooks(self._task.get_submodule(name))
             ),
             replaced=frozenset(self._changed),
+            handed_on=tuple(self._handed_on),
             reset=self._reset,
             left_in=left_in,
             memory_bytes=tuple(self._memories.sizes),
@@ -740,6 +742,7 @@ class Tracer(TracingMode):
             states.update(node.written_buffers)
         for node in self._nodes:  # other attributes are constants
             node.buffers = tuple(name for name in node.buffers if name in states or name in buffers)
+        self._handed_on = []
         for name, left in self._changed.items():
             access = self.watch.accesses.get(name)
             if name not in self.changed_again and (access is None or len(access.users) == 1):
@@ -750,6 +753,8 @@ class Tracer(TracingMode):
                     f"the step changes the attribute '{name}' in a way that cannot be followed. Assign it by "
                     f"self.{name.rpartition('.')[2]} = ... in its module, or type strategy=ddp."
                 )
+            if left and access.reads_first and self._kind_of(name) == "attribute":
+                self._handed_on.append(name)
             # A container has changed inside, or a leaf module has written: other stages do not.
             is_inside = access.last_write is None or access.writers != {""}
             last = access.last if access.last_write is None or is_inside else access.last_write

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, dense_parts
 from trainkit.errors import UserError
 from trainkit.metrics.sync import detach_metrics, metrics_in
+from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
 from trainkit.tree import tree_leaves
 
 from .attributes import place_of
 from .gradients import StageGradients
 from .graph import Node, TracedGraph, num_bytes, tensors
 from .mesh import PipelineMesh
-from .snapshot import AttributeSnapshot, preserve_task
 from .stage import Placement
 from .stage_executor import StageExecutor
 from .state import PipelineState
@@ -281,4 +281,7 @@ class FirstStepCheck:
 
 def _fingerprint(tensor: Tensor) -> int:
     """Return a checksum of the contents."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    value = 0
+    for part in dense_parts(tensor.detach()):
+        value = zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
+    return value

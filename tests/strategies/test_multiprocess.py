@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.multiprocess import BroadcastBuffers
+from trainkit.strategies.merged_buffers import MergedBuffers
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
@@ -23,8 +23,8 @@ STRATEGIES = {"ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": Fusio
 WITH_PIPELINE = {**STRATEGIES, "pipeline": PipelineStrategy}
 
 
-class Tracking(TaskModule):
-    """Replaces a buffer by a new tensor in every step, and enlarges another buffer on one rank."""
+class TrackingNorm(TaskModule):
+    """Replaces a statistic by a new tensor in every step, and enlarges another buffer on one rank."""
 
     def __init__(self, *, outputs: int = 4, freezes: bool = False, tracked: int = 1) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def errors(folder: str) -> list[str]:
     for name, make in WITH_PIPELINE.items():
         for number, arguments in enumerate(({"outputs": 4 + rank}, {"freezes": rank == 1}, {"tracked": 1 + rank})):
             with pytest.raises(RuntimeError) as raised:
-                fit(make(device="cpu"), Tracking(**arguments), f"{folder}/{name}/{number}")
+                fit(make(device="cpu"), TrackingNorm(**arguments), f"{folder}/{name}/{number}")
             found.append(re.sub(r" torch\.float32|the ranks do not have the same model: ", "", str(raised.value)))
     return found
 
@@ -90,10 +90,10 @@ def refused_data(folder: str) -> list[str]:
                 make(device="cpu"), max_duration="5step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}/{number}"
             )
             with pytest.raises(UserError) as raised:
-                trainer.fit(Tracking(), of_rank)
+                trainer.fit(TrackingNorm(), of_rank)
             found.append(re.sub(r"\b[0-9a-f]{12}\b", "DIGEST", str(raised.value)))
     with pytest.raises(UserError) as raised:
-        Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[]).validate(Tracking(), data[3])
+        Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[]).validate(TrackingNorm(), data[3])
     return [*found, str(raised.value)]
 
 
@@ -115,7 +115,7 @@ def test_ranks_with_different_data_raise_an_error_that_names_the_first_differenc
 def buffers_after_training(folder: str) -> list[tuple[float, int]]:
     found = []
     for name, make in STRATEGIES.items():
-        task = Tracking()
+        task = TrackingNorm()
         fit(make(device="cpu"), task, f"{folder}/{name}")
         found.append((task.mean.item(), len(task.cache)))
     return found
@@ -166,7 +166,7 @@ def weights_after_training(folder: str) -> dict[str, list[list[list[float]]]]:
     found: dict[str, list[list[list[float]]]] = {}
     for name, make in STRATEGIES.items():
         for case, shift in (("same", 0), ("shifted", dist.get_rank())):
-            task = Tracking()
+            task = TrackingNorm()
             with torch.no_grad():
                 task.net.weight.add_(shift)
             fit(make(device="cpu"), task, f"{folder}/{name}/{case}")
@@ -217,21 +217,27 @@ def module_with_buffers() -> nn.Module:
 
 def test_the_tensor_that_replaced_a_buffer_is_broadcast():
     net = module_with_buffers()
-    shared = BroadcastBuffers(net)
+    shared = MergedBuffers(net)
     net[0].mean = net[0].mean + 1.0
-    assert [tensor is buffer for tensor, buffer in zip(shared.now(), net.buffers(), strict=True)] == [True, True]
+    assert [tensor is buffer for tensor, buffer in zip(shared.named().values(), net.buffers(), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_shapes_stay_when_a_buffer_grows_is_removed_or_is_added():
     net = module_with_buffers()
     mean, cache = net.buffers()
-    shared = BroadcastBuffers(net)
+    shared = MergedBuffers(net)
     net[0].mean, net[0].later, net[1].cache = None, torch.zeros(1), torch.zeros(9)
-    assert [tensor is before for tensor, before in zip(shared.now(), (mean, cache), strict=True)] == [True, True]
+    assert [tensor is before for tensor, before in zip(shared.named().values(), (mean, cache), strict=True)] == [
+        True,
+        True,
+    ]
     net[1].cache = torch.ones(4)
-    assert shared.now()[1] is net[1].cache
+    assert shared.named()["1.cache"] is net[1].cache
 
 
 def test_only_shared_buffers_are_broadcast():
     net = module_with_buffers()
-    assert BroadcastBuffers(net, is_shared=lambda name: name == "1.cache").now() == [net[1].cache]
+    assert MergedBuffers(net, is_shared=lambda name: name == "1.cache").named() == {"1.cache": net[1].cache}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.files import first_line
 from trainkit.errors import DamagedCheckpoint
+from trainkit.tree import tensors_in
 
 PLACE = "trainkit_shard"
 """The key of a placeholder under which the name of its tensor stands."""
@@ -118,7 +119,8 @@ class StoredTensor:
 
 def in_memory(state: Any) -> Any:
     """Return a copy of the state of a checkpoint with all of its tensors in memory."""
-    return copy.deepcopy(state)
+    compressed = [t for t in tensors_in(state) if t.layout not in (torch.strided, torch.sparse_coo)]
+    return copy.deepcopy(state, {id(tensor): tensor.clone() for tensor in compressed})  # torch copies no such tensors
 
 
 def elements(saved: Tensor | StoredTensor, start: int, stop: int, *, like: Tensor) -> Tensor:

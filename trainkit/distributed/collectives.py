@@ -354,7 +354,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, source: in
     origin = dist.get_global_rank(group, source)
     is_source = group.rank() == source
     with torch.no_grad():
-        for joined in _join_by_type(tensors):
+        for joined in _join_by_type(part for tensor in tensors for part in dense_parts(tensor)):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in joined])
             dist.broadcast(flat, origin, group=group)
             if not is_source:
@@ -383,9 +383,21 @@ def interleave(parts: Sequence[Any]) -> Any:
     return items
 
 
+def dense_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the strided tensors, sharing its memory, that hold the contents of a tensor of any layout."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # private: the public ones refuse what is not coalesced
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    return (*indices, tensor.values())
+
+
 def _describe(name: str, tensor: Tensor) -> str:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}{' on meta' * tensor.is_meta}"
+    sparse = "" if tensor.layout is torch.strided else f", {tensor.layout} of {tensor._nnz()} values"
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}{' on meta' * tensor.is_meta}{sparse}"
 
 
 def _join_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

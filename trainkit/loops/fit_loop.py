@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from trainkit.duration import Interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.phases import PhaseStep, TrainStep, phased_step
+from trainkit.loops.replica_check import ReplicaCheck
 from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.loops.run import Run
 from trainkit.model.registrations import count_registrations
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop
     from trainkit.loops.oom import AutoMicroBatch
     from trainkit.loops.skipped_steps import SkippedSteps
+
+logger = logging.getLogger(__name__)
 
 
 class FitLoop:
@@ -43,6 +47,9 @@ class FitLoop:
         self._evaluation_interval = Interval(config.evaluate_every if validation is not None else None)
         self._validation = validation
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
+        self._replicas = ReplicaCheck(run)
+        self._evaluated_step = -1
+        self._has_warned = False  # of a loss that grows with its samples
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
@@ -69,7 +76,7 @@ class FitLoop:
                         self._log()
                     if state.evaluation_due:
                         self._evaluate()
-                if policy.weights_are_finite():
+                if self._weights_are_sound():
                     self._log()
                 break
         self.end()
@@ -89,7 +96,7 @@ class FitLoop:
         self._policy.prepare()
         self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
         run.state.start_clock()
-        run.weights_are_finite = self._policy.weights_are_finite
+        run.weights_are_finite = self._weights_are_sound
         if any(duration.is_time for duration in self._max_duration):
             run.state.sync_clock()
         self._start_intervals()
@@ -211,6 +218,7 @@ class FitLoop:
         """Compose the step once, so that options that are off cost nothing."""
         run = self._run
         phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
+        phases = [self._replicas.wrap(phase) for phase in phases]
         for option in (self.auto_micro_batch, self._skipped, run.step_timer):
             if option is not None:
                 phases = [option.wrap(phase) for phase in phases]
@@ -225,9 +233,19 @@ class FitLoop:
         """Write the means since the last log; the only place of training that waits for the device."""
         run, means = self._run, self._policy.means
         bad = means.nonfinite_steps()
-        reduced = means.reduce(run.strategy.comm)
+        with_buffers = self._evaluated_step != run.state.step  # an evaluation may count in buffers of this rank
+        checksum = self._replicas.sums(with_buffers=with_buffers)
+        reduced = means.reduce(run.strategy.comm, checksum=checksum)
+        self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)
         if not reduced:
             return
+        if means.loss_grows_with_samples and run.task.loss_reduction == "mean" and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the loss of %s.training_step grows with the number of its samples. A sum over samples is divided by "
+                "the number of ranks and micro-batches: return a mean, or set loss_reduction = 'sum' in the class.",
+                type(run.task).__name__,
+            )
         if not means.loss_was_finite:
             self._policy.on_nonfinite_loss(bad[0] if bad else None)
         self.warn_skipped_steps(bad)
@@ -243,6 +261,12 @@ class FitLoop:
         run.emit("on_log", metrics)
         run.log(metrics)
 
+    def _weights_are_sound(self) -> bool:
+        """Return True if the weights may be saved; raises UserError if those of replicas differ. Collective."""
+        is_finite = self._policy.weights_are_finite()
+        self._replicas.check()
+        return is_finite
+
     def _evaluate(self) -> None:
         """Validate, and step the schedules that follow a metric; left due if a stop interrupts it. Collective."""
         assert self._validation is not None
@@ -251,6 +275,7 @@ class FitLoop:
         self._policy.check()
         with run.optimizers_in_evaluation():
             metrics = self._validation.run()
+            self._evaluated_step = run.state.step
             if metrics is None:
                 self._is_stopping = True
                 return

@@ -18,6 +18,8 @@ from trainkit.metrics.sync import MetricShard, compute_synced, metrics_in, reset
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
+_CHECKSUM = "checksum of replicas"
+_FEW = 0.4  # of the samples of the largest micro-batch: a mean over so few is seldom as small as a sum over them
 _HAS_OBJECTS = "metric objects"
 """A name among the sums where a rank has metric objects: all ranks then know, without another collective."""
 
@@ -31,12 +33,17 @@ class WeightedMeans:
     def __init__(self, device: torch.device) -> None:
         self.loss_was_finite = True
         """Whether every loss of every rank in the last `reduce` was finite."""
+        self.loss_grows_with_samples = False
+        """Whether the losses of small and large micro-batches in the last `reduce` look like sums over samples."""
+        self.checksum_sums: list[float] | None = None
+        """The sums over ranks of what the last `reduce` got as its checksum."""
         self._device = device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._outputs: list[StepOutput] = []
         self._steps: list[int] = []
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
         self._losses: list[tuple[Tensor, list[int]]] = []  # losses (outputs,) and the steps that they are of
+        self._sizes: list[float] = []  # samples of each loss, unless the task gives weights
         self._objects = MetricAccumulator()
 
     def add(self, outputs: Sequence[StepOutput], *, step: int = 0) -> None:
@@ -46,14 +53,21 @@ class WeightedMeans:
         if len(self._outputs) >= _FOLD_AT:
             self._fold()
 
-    def reduce(self, collectives: Collectives) -> dict[str, float]:
-        """Return the means over all ranks and clear them; collective, and the one place that waits for the device."""
+    def reduce(self, collectives: Collectives, *, checksum: Tensor | None = None) -> dict[str, float]:
+        """Return the means over all ranks and clear them; collective, and the one place that waits for the device.
+
+        The two numbers in `checksum` are summed over ranks along with them.
+        """
         self._fold()
+        if checksum is not None:
+            self._sums[_CHECKSUM] = checksum.to(self._device, self._dtype)
         if self._objects:
             self._sums[_HAS_OBJECTS] = torch.ones(2, dtype=self._dtype, device=self._device)
         names, sums = collectives.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
-        self._sums, self._losses = {}, []
+        self.loss_grows_with_samples = _grow_with(self._sizes, [losses for losses, _ in self._losses])
+        self._sums, self._losses, self._sizes = {}, [], []
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
+        self.checksum_sums = reduced.pop(_CHECKSUM, None)
         have_objects = reduced.pop(_HAS_OBJECTS, None) is not None
         self.loss_was_finite = math.isfinite(reduced["loss"][0]) if "loss" in reduced else True
         means = {name: total / weight if weight else math.nan for name, (total, weight) in reduced.items()}
@@ -70,7 +84,7 @@ class WeightedMeans:
     def load_state_dict(self, saved: Mapping[str, list[float]], collectives: Collectives) -> None:
         """Replace the sums by those of a `state_dict`; rank 0 counts the samples of all ranks."""
         own = saved if collectives.rank == 0 else {}
-        self._outputs, self._steps, self._losses = [], [], []
+        self._outputs, self._steps, self._losses, self._sizes = [], [], [], []
         self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in own.items()}
         self._objects.reset()
 
@@ -116,6 +130,7 @@ class WeightedMeans:
             if name == "loss":
                 of_loss = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
                 self._losses.append((stacked, of_loss))
+                self._sizes += [float(o.weight) for o in outputs if o.loss is not None and not o.own_weight]
 
 
 class MetricAccumulator:
@@ -165,6 +180,18 @@ class MetricAccumulator:
         reset_all(metric for of_name in self._found.values() for metric, _ in of_name.values())
         self._found.clear()
         self._is_elsewhere = False
+
+
+def _grow_with(sizes: Sequence[float], losses: Sequence[Tensor]) -> bool:
+    """Return True if the losses of micro-batches with few samples are smaller in proportion; waits for the device."""
+    largest = max(sizes, default=0)
+    if not sizes or min(sizes) > _FEW * largest or sum(map(len, losses)) != len(sizes):
+        return False
+    values = torch.cat(list(losses)).tolist()
+    full = [value for value, size in zip(values, sizes, strict=True) if size == largest][-8:]  # the nearest in time
+    few = [(value, size) for value, size in zip(values, sizes, strict=True) if 0 < size <= _FEW * largest]
+    mean = sum(full) / len(full)
+    return bool(few) and mean > 0 and all(0.75 < value / mean * largest / size < 1.33 for value, size in few)
 
 
 def _numbers(name: str, computed: Any) -> dict[str, float]:

@@ -38,12 +38,18 @@ class StepOutput:
     """The metric objects that the task returned."""
 
 
-def read_training_output(returned: Any, num_samples: int, task: object, step_name: str = "training_step") -> StepOutput:
-    """Return the checked output of a `training_step` or of a phase's step; raises UserError for no usable loss."""
+def read_training_output(
+    returned: Any, num_samples: int, task: object, step_name: str = "training_step", *, of: int | None = None
+) -> StepOutput:
+    """Return the checked output of a `training_step` or of a phase's step; raises UserError for no usable loss.
+
+    `of` is the number of samples of the global batch. A loss that is a sum over samples is multiplied by the ratio to
+    this micro-batch: the weighted mean over the global batch, of which all gradients are, is then the sum over it.
+    """
     if isinstance(returned, Tensor):
         output = StepOutput(returned, num_samples)
     else:
-        output = read_evaluation_output(returned, num_samples, task, step_name)
+        output = _read_output(returned, num_samples, task, step_name)
     loss = output.loss
     if loss is None:
         raise UserError(
@@ -60,11 +66,29 @@ def read_training_output(returned: Any, num_samples: int, task: object, step_nam
             f"the loss of {_name(task)}.{step_name} has no gradient: nothing that requires one leads to it. "
             "Do not detach it, and check that the parameters have requires_grad=True."
         )
+    if _is_sum(task):
+        if output.own_weight:
+            raise UserError(
+                f"{_name(task)}.{step_name} returned a weight, which a mean has, but loss_reduction = 'sum' says that "
+                "the loss is a sum. Return the loss without a weight, or set loss_reduction = 'mean'."
+            )
+        if of is not None and of != num_samples:
+            output.loss = loss * (of / num_samples)
     return output
 
 
 def read_evaluation_output(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
-    """Return the checked output of a `validation_step` or `test_step`; raises UserError for values of other types."""
+    """Return the checked output of a `validation_step` or `test_step`; raises UserError for values of other types.
+
+    A loss that is a sum over samples is divided by their number.
+    """
+    output = _read_output(returned, num_samples, task, step_name)
+    if output.loss is not None and _is_sum(task) and not output.own_weight:
+        output.loss = output.loss / num_samples
+    return output
+
+
+def _read_output(returned: Any, num_samples: int, task: object, step_name: str) -> StepOutput:
     if isinstance(returned, Tensor):
         returned = {"loss": returned}
     if not isinstance(returned, Mapping):
@@ -98,6 +122,10 @@ def read_evaluation_output(returned: Any, num_samples: int, task: object, step_n
         raise UserError(f"{_name(task)}.{step_name} returned {_kind(loss)} as the loss; return a tensor.")
     counts = num_samples if weight is None else weight
     return StepOutput(loss, counts, metrics, own_weight=weight is not None, objects=objects)
+
+
+def _is_sum(task: object) -> bool:
+    return getattr(task, "loss_reduction", "mean") == "sum"
 
 
 def _name(task: object) -> str:

@@ -1,0 +1,124 @@
+"""Buffers of replicas after a step: statistics are those of the first replica, what else differs is merged.
+
+    before     0 0 0 0     rank 0 writes to the rows of its samples     a 0 b 0     after, on every rank     a c b 0
+                           rank 1                                       0 c 0 0
+
+Ranks that write different values to one element have no common value: UserError. Integers (counters, pointers) are then
+those of the first replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.distributed.checksum import are_equal, summands
+from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
+from trainkit.errors import UserError
+from trainkit.model.carried_state import is_counted, may_be_merged, named_buffers
+
+FIRST_STEPS = 2  # in which the buffers are found that depend on the samples of a replica
+
+
+class MergedBuffers:
+    """The buffers of a module that are made equal: those that it had when this object was made, on every rank."""
+
+    def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
+        self._tables: dict[str, dict[str, Tensor | None]] = {}  # the module's, by the name of the buffer
+        self._tensors: dict[str, Tensor] = {}  # their shapes are the same on every rank
+        self._last: dict[str, Tensor] = {}  # values after the last step, of buffers that may have to be merged
+        self._merged: set[str] = set()
+        self._conflicts: dict[str, Tensor] = {}
+        self._steps = 0
+        for name, owner, buffer in named_buffers(module):
+            if is_shared(name):
+                self._tables[name], self._tensors[name] = owner._buffers, buffer
+                if may_be_merged(owner, buffer):
+                    self._last[name] = buffer.clone()
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the present tensors by name; one that is gone or has another shape is the last that fitted."""
+        for name, table in self._tables.items():
+            tensor, last = table.get(name.rpartition(".")[2]), self._tensors[name]
+            if tensor is None or tensor is last or tensor.shape != last.shape:
+                continue
+            if tensor.dtype == last.dtype and tensor.device == last.device:
+                self._tensors[name] = tensor
+        return self._tensors
+
+    def synchronize(self, comm: ProcessGroupCollectives, *, strategy: str) -> None:
+        """Merge the buffers, or give them the values of the first rank, after a step; collective."""
+        tensors = self.named()
+        if comm.world_size == 1 or not tensors:
+            return
+        if self._steps < FIRST_STEPS and self._last:
+            names = list(self._last)
+            rows = comm.all_reduce(summands([[tensors[name]] for name in names])).tolist()
+            merged = [n for n, sums in zip(names, rows, strict=True) if not are_equal(sums, num_ranks=comm.world_size)]
+        else:
+            merged = list(self._last)
+        for name in merged:
+            own, last = tensors[name], self._last[name]
+            reduced = comm.reduce_in_place(bounds(own, last), "max", where="merging buffers")
+            values, conflict = merge(reduced, last)
+            if is_counted(own):
+                first = own.clone()
+                broadcast([first], comm.group)
+                values = torch.where(conflict, first, values)
+            else:
+                self._conflicts[name] = conflict.any() | self._conflicts.get(name, False)
+            with torch.no_grad():
+                own.copy_(values)
+        self._merged.update(merged)
+        broadcast([tensor for name, tensor in tensors.items() if name not in merged], comm.group)
+        if merged and (self._steps < FIRST_STEPS or comm.device.type == "cpu"):
+            self.check(strategy)
+        self._steps += 1
+        if self._steps == FIRST_STEPS:
+            self._last = {name: self._last[name] for name in self._merged}
+        for name, last in self._last.items():
+            last.copy_(tensors[name])
+
+    def check(self, strategy: str) -> None:
+        """Raise UserError if ranks have written different values to one element; waits for the device."""
+        for name, conflict in self._conflicts.items():
+            if conflict:
+                raise UserError(
+                    f"{strategy}: each rank has other values for {name}, a buffer, from its own samples, and there is "
+                    "no rule that makes them one: only the statistics of normalisation layers are those of rank 0. "
+                    "Write to the rows of a rank's own samples, which are merged; or set "
+                    "strategy.broadcast_buffers=false, with which each rank keeps its own values; or set "
+                    "strategy=single."
+                )
+
+
+def bounds(values: Tensor, last: Tensor) -> Tensor:
+    """Return the changed values and their negatives, shape (2, ...), and elsewhere the lowest number."""
+    values = _wide(values)
+    changed = values != _wide(last)
+    lowest = torch.full_like(values, _lowest(values))
+    return torch.stack([torch.where(changed, values, lowest), torch.where(changed, -values, lowest)])
+
+
+def merge(reduced: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of whoever has changed them, and which elements were changed to different ones."""
+    highest, lowest = reduced[0], -reduced[1]
+    is_changed = highest != _lowest(highest)
+    return _narrow(torch.where(is_changed, highest, _wide(last)), last), is_changed & (highest != lowest)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the elements as float64 or int64, which hold those of every other type."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.detach().to(torch.float64 if tensor.is_floating_point() else torch.int64)
+
+
+def _narrow(values: Tensor, like: Tensor) -> Tensor:
+    return torch.view_as_complex(values).to(like.dtype) if like.is_complex() else values.to(like.dtype)
+
+
+def _lowest(values: Tensor) -> float:
+    return -torch.inf if values.is_floating_point() else torch.iinfo(torch.int64).min + 1

@@ -1,0 +1,117 @@
+"""State that a step leaves for the next one: a buffer by rows is right everywhere, and the rest is refused by name."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+
+from tests.seams import training
+from tests.seams.training import BATCH_SIZE, BOUND, EVERY, WIDTH, Layers, difference, samples, trained
+from trainkit import Data
+from trainkit.errors import UserError
+
+
+def lanes():
+    """Return samples with the number of their lane; each lane has one sample in every step."""
+    inputs, targets = samples().tensors
+    return Data(
+        train=TensorDataset(inputs, targets, torch.arange(len(inputs)) % BATCH_SIZE),
+        batch_size=BATCH_SIZE,
+        shuffle=False,
+    )
+
+
+class BufferByRows(Layers):
+    """A recurrence over steps (truncated BPTT), whose state has a row for each lane."""
+
+    def finish(self):
+        self.register_buffer("state", torch.zeros(BATCH_SIZE, WIDTH, dtype=torch.float64))
+
+    def training_step(self, batch):
+        inputs, targets, lane = batch
+        hidden = torch.tanh(self.a(inputs) + 0.5 * self.state[lane])
+        self.state[lane] = hidden.detach()
+        return nn.functional.mse_loss(self.c(torch.tanh(self.b(hidden))), targets)
+
+
+class AttributeOfTheBatch(Layers):
+    """The same with an attribute that has the rows of the last micro-batch."""
+
+    def finish(self):
+        self.hidden = None
+
+    def training_step(self, batch):
+        inputs, targets = batch[:2]
+        hidden = torch.tanh(self.a(inputs) + (0.0 if self.hidden is None else 0.5 * self.hidden))
+        self.hidden = hidden.detach()
+        return nn.functional.mse_loss(self.c(torch.tanh(self.b(hidden))), targets)
+
+
+class AttributeFromTheBeginning(AttributeOfTheBatch):
+    """The same with a first state."""
+
+    def finish(self):
+        self.hidden = torch.zeros((), dtype=torch.float64)
+
+
+class BufferOfAMean(Layers):
+    """A running mean of features, which no rule merges."""
+
+    def finish(self):
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def training_step(self, batch):
+        features = self.a(batch[0])
+        self.mean.mul_(0.5).add_(0.5 * features.detach().mean(0))
+        return super().training_step(batch) + (features - self.mean).square().mean()
+
+
+def plain_loop(task):
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5)
+    state, weights = torch.zeros(BATCH_SIZE, WIDTH, dtype=torch.float64), task
+    inputs, targets = samples().tensors
+    for rows, expected in zip(inputs.split(BATCH_SIZE), targets.split(BATCH_SIZE), strict=True):
+        hidden = torch.tanh(weights.a(rows) + 0.5 * state)
+        state = hidden.detach()
+        nn.functional.mse_loss(weights.c(torch.tanh(weights.b(hidden))), expected).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**dict(task.state_dict()), "state": state}
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_a_buffer_by_rows_has_the_values_of_all_ranks(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert difference(trained(strategy, BufferByRows(), data=lanes()), plain_loop(Layers())) < BOUND
+
+
+@pytest.mark.slow
+def test_a_buffer_by_rows_has_the_values_of_all_replicas_of_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(
+        training.MAKE_STRATEGY, "2x2", lambda: PipelineStrategy(device="cpu", stages=2, replicas=2, accumulate=2)
+    )
+    assert difference(trained("2x2", BufferByRows(), data=lanes()), plain_loop(Layers())) < BOUND
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "pipeline"])
+def test_an_attribute_that_micro_batches_hand_to_each_other_is_refused(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="hidden"):
+        trained(strategy, AttributeFromTheBeginning())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_attribute_of_the_batch_is_right_with_one_micro_batch_a_rank(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reference = plain_loop(Layers())
+    del reference["state"]
+    assert difference(trained(strategy, AttributeOfTheBatch(), data=lanes()), reference) < BOUND
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp", "pipeline"])
+def test_a_buffer_that_every_rank_computes_from_its_samples_is_refused(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="mean"):
+        trained(strategy, BufferOfAMean())

@@ -1,0 +1,54 @@
+"""Checksums of tensors, and their comparison over ranks by two sums that any reduction can carry.
+
+Sum of c and sum of c*c, for the checksum c of each rank: all are equal if ranks * sum(c*c) == sum(c) ** 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from trainkit.distributed.collectives import dense_parts
+
+_MODULUS = 1_048_573  # a prime below 2**20: the sum of squares over 8,192 ranks is exact in float64
+_SMALL = 65_536  # elements: smaller tensors are joined, as calling a kernel costs more than what it reads
+
+
+def summands(parts: Sequence[Iterable[Tensor]]) -> Tensor:
+    """Return this rank's checksum of each part and its square, shape (parts, 2); waits for nothing."""
+    checksums = torch.stack([checksum(part) for part in parts]).double()
+    return torch.stack([checksums, checksums * checksums], dim=1)
+
+
+def are_equal(sums: Sequence[float], *, num_ranks: int) -> bool:
+    """Return True if a row of `summands`, summed over ranks, is of equal checksums (Cauchy-Schwarz, in integers)."""
+    total, squares = map(int, sums)
+    return num_ranks * squares == total * total
+
+
+def checksum(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a number below 2**20 that depends on all bits, an int64 scalar on the device of the first tensor."""
+    sums = [torch.zeros((), dtype=torch.int64)]
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    with torch.no_grad():
+        for part in (part for tensor in tensors for part in dense_parts(tensor.detach())):
+            flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
+            if flat.numel() <= _SMALL:
+                small.setdefault((flat.dtype, flat.device), []).append(flat)
+            else:
+                sums += _bit_sums(flat)
+        for joined in small.values():
+            sums += _bit_sums(torch.cat(joined))
+        device = sums[-1].device
+        return torch.remainder(torch.stack([each.to(device, non_blocking=True) for each in sums]).sum(), _MODULUS)
+
+
+def _bit_sums(flat: Tensor) -> list[Tensor]:
+    """Return sums of the bits of a contiguous tensor, read as integers of 64 bits as far as possible: it is faster."""
+    if flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.clone()
+    words = flat.numel() - flat.numel() % (8 // flat.itemsize)
+    narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
+    return [flat[:words].view(torch.int64).sum(), flat[words:].view(narrow).sum()]

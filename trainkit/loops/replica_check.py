@@ -1,0 +1,148 @@
+"""ReplicaCheck: the replicas of a task have the same weights, compared by checksums that travel with the metrics.
+
+What a step or a callback writes by itself, from its samples or from random numbers, no strategy averages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.data.batch import StepBatch
+from trainkit.distributed.checksum import are_equal, summands
+from trainkit.errors import UserError
+from trainkit.loops.phases import PhaseStep
+from trainkit.loops.run import Run
+from trainkit.metrics.step_output import StepOutput
+from trainkit.model.carried_state import BufferWrites, CarriedAttributes, is_compiled, shared_by_micro_batches
+from trainkit.strategy import local_state
+
+logger = logging.getLogger(__name__)
+
+_FOLLOWED_STEPS = 3  # in which state is looked for that micro-batches hand to each other
+
+
+class ReplicaCheck:
+    """Compares the replicas of the task in the first steps, at log points and before saves."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._has_replicas = run.strategy.comm.world_size > 1
+        self._parameters = list(run.task.parameters())
+        self._steps = 0
+        self._carried: dict[str, Any] = {}  # attributes
+
+    def wrap(self, phase: PhaseStep) -> PhaseStep:
+        """Return the phase with a check of its first steps, and of all steps in several micro-batches."""
+        strategy = self._run.strategy
+        if not self._has_replicas and strategy.num_micro_batches <= strategy.micro_batches_at_once:
+            return phase
+        return replace(phase, forward_backward=partial(self._forward_backward, phase.forward_backward))
+
+    def _forward_backward(
+        self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
+    ) -> list[StepOutput]:
+        self._steps += 1
+        if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
+            versions = [parameter._version for parameter in self._parameters]
+            with self._carried_state_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
+                outputs = forward_backward(batch)
+            for parameter, version in zip(self._parameters, versions, strict=True):
+                if parameter._version != version:
+                    self._refuse_write(parameter)
+        else:
+            outputs = forward_backward(batch)
+        if self._steps == 1:  # before it is made: a step that writes to a parameter mostly does so from the beginning
+            self.check()
+        return outputs
+
+    @contextmanager
+    def _carried_state_refused(self) -> Iterator[None]:
+        """Raise UserError if micro-batches of the step in the block hand state to each other in the task."""
+        run = self._run
+        runs_modules = run.strategy.supports_module_hooks and not is_compiled(run.task)
+        # The first step may fill caches. In a pipeline it is also traced and compared with one process.
+        attributes = CarriedAttributes(run.task) if runs_modules and self._steps > 1 else None
+        buffers = BufferWrites(local_state(run.strategy, run.task), run.task)
+        is_quiet = self._steps == 1 and not run.strategy.supports_module_hooks
+        release = run.precision.surround(nullcontext if is_quiet else buffers.micro_batch)
+        try:
+            with nullcontext() if attributes is None else attributes.recorded():
+                yield
+        finally:
+            release()
+        names, is_last = [*buffers.names], self._steps == _FOLLOWED_STEPS and attributes is not None
+        if attributes is not None:
+            changed = attributes.changed()
+            self._carried = {n: v for n, v in changed.items() if self._steps == 2 or n in self._carried}
+            names += [name for name, value in self._carried.items() if is_last and attributes.tensors_in(value)]
+        for name in names:
+            raise UserError(shared_by_micro_batches(type(run.strategy).__name__, run.task, name))
+        if is_last and self._carried and run.is_main:
+            logger.warning(
+                "%s changes %s in each micro-batch, and so more often than once a step. If the loss depends on it, "
+                "change it in a callback's on_step_end.",
+                type(run.task).__name__,
+                ", ".join(self._carried),
+            )
+
+    def sums(self, *, with_buffers: bool) -> Tensor | None:
+        """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
+        tensors = self._replicated(with_buffers=with_buffers)
+        return summands([tensors.values()])[0] if tensors else None
+
+    def check_sums(self, sums: Sequence[float] | None, *, with_buffers: bool) -> None:
+        """Raise UserError on every rank if the summands, added over ranks, show a difference; collective if they do."""
+        if sums is not None and not are_equal(sums, num_ranks=self._run.strategy.comm.world_size):
+            self._raise_difference(with_buffers=with_buffers)
+
+    def check(self) -> None:
+        """Raise UserError on every rank if the parameters of the replicas differ; waits for the device. Collective."""
+        sums = self.sums(with_buffers=False) if self._has_replicas else None
+        if sums is not None:
+            self.check_sums(self._run.strategy.comm.all_reduce(sums).tolist(), with_buffers=False)
+
+    def _replicated(self, *, with_buffers: bool) -> dict[str, Tensor]:
+        if not self._has_replicas:
+            return {}
+        tensors = self._run.strategy.replicated(self._run.task)
+        return {name: each for name, each in tensors.items() if with_buffers or isinstance(each, nn.Parameter)}
+
+    def _raise_difference(self, *, with_buffers: bool) -> None:
+        run, tensors = self._run, self._replicated(with_buffers=with_buffers)
+        comm = run.strategy.comm
+        rows = zip(tensors, comm.all_reduce(summands([[tensor] for tensor in tensors.values()])).tolist(), strict=True)
+        name = next(name for name, sums in rows if not are_equal(sums, num_ranks=comm.world_size))
+        raise UserError(
+            f"{type(run.strategy).__name__}: {name} has other values on other ranks, by step {run.state.step + 1}. "
+            f"{_cause(run.task, name)} No strategy averages such values. {_REMEDY}"
+        )
+
+    def _refuse_write(self, parameter: nn.Parameter) -> None:
+        run = self._run
+        name = next((name for name, each in run.task.named_parameters() if each is parameter), "a parameter")
+        raise UserError(
+            f"{type(run.strategy).__name__}: step {run.state.step + 1} changes {name} in place in each of its "
+            f"micro-batches. {_cause(run.task, name)} The global batch as one would change it once. {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "Let the gradient change it, or change it in a callback's on_step_end, from values that are the same on every rank "
+    "(inside of run.whole_task() those of rank 0 count). As a plain loop does it, it runs with strategy=single and "
+    "one micro-batch."
+)
+
+
+def _cause(task: nn.Module, name: str) -> str:
+    """Return what has probably changed the parameter."""
+    owner = task.get_submodule(name.rpartition(".")[0])
+    if getattr(owner, "max_norm", None) is not None:
+        return f"{type(owner).__name__}(max_norm={owner.max_norm}) renormalises the rows of the samples that it sees."
+    return "A step or a callback writes to it, from its own samples or random numbers."

@@ -1,0 +1,118 @@
+"""State that a step leaves in a task for the next one: buffers, and attributes that it reads before it changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.metrics.sync import metrics_in
+from trainkit.model.attribute_snapshot import AttributeSnapshot
+from trainkit.model.attribute_watch import AttributeWatch
+
+
+class CarriedAttributes:
+    """Finds the attributes that a step reads before it changes them; those of torch's modules and ours do not count."""
+
+    def __init__(self, task: nn.Module) -> None:
+        ignored = [module for metric in metrics_in(task) for module in metric.modules()]
+        # Such as caches of RNNs, and the proxy of a Lightning trainer.
+        ignored += [each for each in task.modules() if _is_of(each, "torch.", "trainkit.")]
+        self._snapshot = AttributeSnapshot(task, ignored)
+        self._watch = AttributeWatch(task, lambda: (0, ""))
+        self._buffers = {name for name, _, _ in named_buffers(task)}
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Return the context of the step."""
+        return self._watch.installed()
+
+    def changed(self) -> dict[str, Any]:
+        """Return the present values of these attributes by name."""
+        accesses = self._watch.accesses
+        changed = {name: value for name, value in self._snapshot.changed().items() if name not in self._buffers}
+        return {name: value for name, value in changed.items() if name in accesses and accesses[name].reads_first}
+
+    def tensors_in(self, value: Any) -> list[Tensor]:
+        """Return the tensors in a value, its containers and plain objects."""
+        return self._snapshot.tensors_in(value)
+
+
+class BufferWrites:
+    """Finds the buffers of which several micro-batches of a step change the same elements."""
+
+    def __init__(self, held: Collection[str], task: nn.Module) -> None:
+        self.names: dict[str, None] = {}
+        """The buffers that were found, among those that this process holds."""
+        self._held, self._task = held, task
+        self._last = self._present()
+        self._changed: dict[str, Tensor] = {}  # name -> the elements that a micro-batch has changed
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Note what the forward in the block changes; waits for the device."""
+        try:
+            yield
+        finally:  # a stage of a pipeline leaves the step at its own end
+            # Private: the stage follows all calls of the step, and must not see these.
+            with torch._C.DisableTorchFunction():
+                self._note_changes()
+
+    def _note_changes(self) -> None:
+        for name, values in self._present().items():
+            last = self._last.get(name)
+            if last is None or last.shape != values.shape or torch.equal(values, last):
+                continue
+            changed = values != last
+            if name in self._changed and bool((changed & self._changed[name]).any()):
+                self.names[name] = None
+            self._changed[name] = changed | self._changed.get(name, changed)
+            self._last[name] = values
+
+    def _present(self) -> dict[str, Tensor]:
+        return {
+            name: buffer.clone()
+            for name, owner, buffer in named_buffers(self._task)
+            if name in self._held and may_be_merged(owner, buffer) and not is_counted(buffer)
+        }
+
+
+def shared_by_micro_batches(strategy: str, task: nn.Module, name: str) -> str:
+    """Return the message for state that one micro-batch of a step leaves to the next one."""
+    return (
+        f"{strategy}: {type(task).__name__} reads and changes {name} in each micro-batch of a step, so that one "
+        "micro-batch sees what another has left, and not what the step before has. Keep the state in a buffer with a "
+        "row for each sample or lane, and write to the rows of the batch; change it in a callback's on_step_end; or "
+        "set strategy.accumulate=1."
+    )
+
+
+def is_compiled(task: nn.Module) -> bool:
+    """Return True if a module is compiled, which would be compiled again if its class changed."""
+    # Private: torch has no question for it.
+    return any(m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules())
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield each buffer with its name and the module that has it; one that two modules have comes twice."""
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}.{key}" if prefix else key, owner, buffer
+
+
+def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
+    """Return True for buffers except those of torch's modules and of other normalisations, which are statistics."""
+    is_statistic = _is_of(owner, "torch.") or "norm" in type(owner).__name__.lower()
+    return not is_statistic and buffer.layout is torch.strided and not buffer.is_meta
+
+
+def is_counted(buffer: Tensor) -> bool:
+    """Return True for integers and truth values, which count or point: their last values may differ by design."""
+    return not (buffer.is_floating_point() or buffer.is_complex())
+
+
+def _is_of(module: nn.Module, *packages: str) -> bool:
+    return type(module).__module__.startswith(packages)
