@@ -328,6 +328,8 @@ def test_a_trained_parameter_added_while_training_is_refused_by_name(make_traine
     message = f"the parameter {name} was added or replaced while training"
     if how == "replace" and isinstance(strategy, PipelineStrategy):  # whose other stage cannot read it to begin with
         message = f"run.task.{name} is on stage 0, and this is stage 1"
+    elif how == "replace" and isinstance(strategy, FSDPStrategy):
+        message = f"{name} is used as a whole, where each rank has a shard of it"
     with pytest.raises(UserError, match=message):
         make_trainer(strategy, callbacks=[Grown(how)]).fit(Regression(), data())
 
