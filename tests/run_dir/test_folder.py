@@ -163,7 +163,7 @@ class RemoveFolder(Callback):
     def __init__(self, step: int, *, moved: bool = False) -> None:
         self.step, self.moved = step, moved
 
-    def on_step_end(self, run: Any) -> None:
+    def on_step_complete(self, run: Any) -> None:
         if run.is_main and run.state.step == self.step:
             run.run_dir.rename(run.run_dir.with_name("elsewhere"))
             if not self.moved:
@@ -213,8 +213,8 @@ def test_a_folder_removed_under_ranks_is_made_again(make_trainer, tmp_path):
 
 def test_a_folder_that_cannot_be_made_again_is_a_warning(make_trainer, tmp_path, caplog):
     class Replace(RemoveFolder):
-        def on_step_end(self, run: Any) -> None:
-            super().on_step_end(run)
+        def on_step_complete(self, run: Any) -> None:
+            super().on_step_complete(run)
             if run.state.step == self.step:
                 run.run_dir.touch()
 
