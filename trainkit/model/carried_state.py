@@ -103,6 +103,15 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, owner, buffer
 
 
+def unsaved_buffers(task: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that no state dict has, with their names."""
+    return [
+        (name, buffer)
+        for name, owner, buffer in named_buffers(task)
+        if name.rpartition(".")[2] in owner._non_persistent_buffers_set and not _is_of(owner, "torch.")
+    ]
+
+
 def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
     """Return True for buffers except those of torch's modules and of other normalisations, which are statistics."""
     is_statistic = _is_of(owner, "torch.") or "norm" in type(owner).__name__.lower()
