@@ -48,7 +48,7 @@ class ReplicaState:
             yield
         where = f"{type(task).__name__}.{step_name}"
         if followed:  # the first step may fill caches
-            carried = _differing([attributes.changed() for attributes in followed])
+            carried = _differing([attributes.carried() for attributes in followed])
             if number == 3 and (names := sorted(carried & self._carried[step_name])):
                 raise UserError(
                     f"{where} reads and changes {names[0]}, an attribute, which each replica of strategy=dp would "

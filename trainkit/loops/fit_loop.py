@@ -203,7 +203,7 @@ class FitLoop:
         """Compose the step once, so that options that are off cost nothing."""
         run = self._run
         phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
-        phases = [self._replicas.wrap(phase) for phase in phases]
+        phases = [self._state.wrap(self._replicas.wrap(phase)) for phase in phases]
         for option in (self.auto_micro_batch, self._skipped, run.step_timer):
             if option is not None:
                 phases = [option.wrap(phase) for phase in phases]

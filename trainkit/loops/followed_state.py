@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError
+from trainkit.loops.phases import PhaseStep
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.attribute_watch import outline
@@ -29,15 +32,42 @@ class FollowedState:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._steps = 0
+        self._left: dict[str, str] = {}  # attributes with tensors, and the phase that has left them
         self._carried: dict[str, Any] = {}  # attributes and buffers that are not saved
         self._has_compared = False
 
     def next_begin(self, begin: Begin) -> Begin:
         """Return the function that computes the next step; called after each of the first three."""
         self._steps += 1
-        run = self._run
-        follows = self._steps < 3 and run.strategy.supports_module_hooks and not is_compiled(run.task)
-        return self._following(begin) if follows else begin
+        return self._following(begin) if self._follows else begin
+
+    @property
+    def _follows(self) -> bool:
+        """True in the second and third step, if it runs the task's modules and may change their classes."""
+        return self._steps in (1, 2) and self._run.strategy.supports_module_hooks and not is_compiled(self._run.task)
+
+    def wrap(self, phase: PhaseStep) -> PhaseStep:
+        """Return a phase that is refused if its micro-batches use what those of another phase have left."""
+        if not phase.phase or self._run.strategy.num_micro_batches < 2:
+            return phase
+        return replace(phase, forward_backward=partial(self._forward_backward, phase.phase, phase.forward_backward))
+
+    def _forward_backward(self, phase: str, forward_backward: Begin, batch: StepBatch) -> list[StepOutput]:
+        task = self._run.task
+        if not self._follows or len(batch.micro_batches) < 2:
+            return forward_backward(batch)
+        attributes = CarriedAttributes(task)
+        with attributes.recorded():
+            outputs = forward_backward(batch)
+        for name, other in self._left.items():
+            if other != phase and attributes.reads(name):
+                raise UserError(
+                    f"{type(self._run.strategy).__name__}: the phase {phase} of {type(task).__name__} uses {name}, "
+                    f"which the phase {other} has left: with several micro-batches or replicas it is that of one of "
+                    "them. Compute it again in each phase that uses it."
+                )
+        self._left |= {name: phase for name, value in attributes.changed().items() if attributes.tensors_in(value)}
+        return outputs
 
     def _following(self, begin: Begin) -> Begin:
         def follow(batch: StepBatch) -> list[StepOutput]:
@@ -46,7 +76,7 @@ class FollowedState:
             buffers = {name: (buffer, buffer._version) for name, buffer in unsaved_buffers(task)}
             with attributes.recorded():
                 outputs = begin(batch)
-            changed = attributes.changed()
+            changed = attributes.carried()
             for name, buffer in unsaved_buffers(task):
                 last = buffers.get(name)
                 if last is None or last[0] is not buffer or last[1] != buffer._version:

@@ -29,11 +29,17 @@ class CarriedAttributes:
         """Return the context of the step."""
         return self._watch.installed()
 
-    def changed(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, Any]:
         """Return the present values of these attributes by name."""
-        accesses = self._watch.accesses
-        changed = {name: value for name, value in self._snapshot.changed().items() if name not in self._buffers}
-        return {name: value for name, value in changed.items() if name in accesses and accesses[name].reads_first}
+        return {name: value for name, value in self.changed().items() if self.reads(name)}
+
+    def changed(self) -> dict[str, Any]:
+        """Return the present values of all attributes that the step has changed."""
+        return {name: value for name, value in self._snapshot.changed().items() if name not in self._buffers}
+
+    def reads(self, name: str) -> bool:
+        """Return True if the step reads the attribute, and not only what it has assigned itself."""
+        return name in self._watch.accesses and self._watch.accesses[name].reads_first
 
     def tensors_in(self, value: Any) -> list[Tensor]:
         """Return the tensors in a value, its containers and plain objects."""
