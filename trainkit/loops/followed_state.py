@@ -16,7 +16,7 @@ from trainkit.loops.phases import PhaseStep
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.attribute_watch import outline
-from trainkit.model.carried_state import CarriedAttributes, is_compiled, shared_by_micro_batches, unsaved_buffers
+from trainkit.model.carried_state import CarriedAttributes, can_be_followed, shared_by_micro_batches, unsaved_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class FollowedState:
     @property
     def _follows(self) -> bool:
         """True in the second and third step, if it runs the task's modules and may change their classes."""
-        return self._steps in (1, 2) and self._run.strategy.supports_module_hooks and not is_compiled(self._run.task)
+        return self._steps in (1, 2) and self._run.strategy.supports_module_hooks and can_be_followed(self._run.task)
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return a phase that is refused if its micro-batches use what those of another phase have left."""

@@ -49,7 +49,7 @@ class ReplicaCheck:
             with self._shared_buffers_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
                 outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
-                if parameter._version != version:
+                if parameter._version != version and not self._run.strategy.updates_in_backward:
                     self._refuse_write(parameter)
         else:
             outputs = forward_backward(batch)

@@ -95,10 +95,14 @@ def shared_by_micro_batches(strategy: str, task: nn.Module, name: str) -> str:
     )
 
 
-def is_compiled(task: nn.Module) -> bool:
-    """Return True if a module is compiled, which would be compiled again if its class changed."""
-    # Private: torch has no question for it.
-    return any(m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules())
+def can_be_followed(task: nn.Module) -> bool:
+    """Return True if the classes of the modules may be replaced for a step: none is compiled, or lists its subclasses."""
+    # Private: torch has no question for whether a module is compiled.
+    is_compiled = any(
+        m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules()
+    )
+    kinds = {kind for module in task.modules() for kind in type(module).__mro__}
+    return not is_compiled and not any("__init_subclass__" in vars(kind) for kind in kinds - {object})
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
