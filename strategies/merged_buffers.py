@@ -28,7 +28,7 @@ class MergedBuffers:
     def __init__(self, module: nn.Module, *, is_shared: Callable[[str], bool] = lambda name: True) -> None:
         self._tables: dict[str, dict[str, Tensor | None]] = {}  # the module's, by the name of the buffer
         self._tensors: dict[str, Tensor] = {}  # their shapes are the same on every rank
-        self._last: dict[str, Tensor] = {}  # values after the last step, of buffers that may have to be merged
+        self._last: dict[str, Tensor] = {}  # values from before the step, of buffers that may have to be merged
         self._merged: set[str] = set()
         self._conflicts: dict[str, Tensor] = {}
         self._steps = 0
@@ -48,6 +48,12 @@ class MergedBuffers:
                 self._tensors[name] = tensor
         return self._tensors
 
+    def begin_step(self) -> None:
+        """Keep the values from before the step of buffers that may have to be merged."""
+        tensors = self.named() if self._last else {}
+        for name, last in self._last.items():
+            last.copy_(tensors[name])
+
     def synchronize(self, comm: ProcessGroupCollectives, *, strategy: str) -> None:
         """Merge the buffers, or give them the values of the first rank, after a step; collective."""
         tensors = self.named()
@@ -64,22 +70,18 @@ class MergedBuffers:
             reduced = comm.reduce_in_place(bounds(own, last), "max", where="merging buffers")
             values, conflict = merge(reduced, last)
             if is_counted(own):
-                first = own.clone()
-                broadcast([first], comm.group)
-                values = torch.where(conflict, first, values)
+                values = torch.where(conflict, own, values)
             else:
                 self._conflicts[name] = conflict.any() | self._conflicts.get(name, False)
             with torch.no_grad():
                 own.copy_(values)
         self._merged.update(merged)
-        broadcast([tensor for name, tensor in tensors.items() if name not in merged], comm.group)
+        broadcast(tensors.values(), comm.group)
         if merged and (self._steps < FIRST_STEPS or comm.device.type == "cpu"):
             self.check(strategy)
         self._steps += 1
         if self._steps == FIRST_STEPS:
             self._last = {name: self._last[name] for name in self._merged}
-        for name, last in self._last.items():
-            last.copy_(tensors[name])
 
     def check(self, strategy: str) -> None:
         """Raise UserError if ranks have written different values to one element; waits for the device."""

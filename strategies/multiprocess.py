@@ -305,6 +305,7 @@ class MultiProcessStrategy(Strategy):
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         self._steps += 1
+        self._begin_buffers()
         if self.auto_micro_batch:
             outputs = self._forward_backward_or_oom(task, batch)
         else:
@@ -314,6 +315,11 @@ class MultiProcessStrategy(Strategy):
         self._check_untrained()
         self._synchronize_buffers()
         return outputs
+
+    def _begin_buffers(self) -> None:
+        """Keep what the step may change in buffers that are merged at its end."""
+        if self._buffers is not None and self.comm.world_size > 1:
+            self._buffers.begin_step()
 
     def _synchronize_buffers(self) -> None:
         """Make the buffers equal on all ranks, if that is asked for; collective."""

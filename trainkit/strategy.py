@@ -70,6 +70,8 @@ class Strategy:
     grows_micro_batch: bool = False
     """True if `micro_batch_size=auto` grows the size as far as memory allows: no step can be computed again."""
 
+    updates_in_backward: bool = False
+    """True if `forward_backward` updates parameters, and not `optimizer_step`."""
     micro_batches_at_once: int = 1
     """Micro-batches that one process computes at once, each with the values from before the step."""
     shards_parameters: bool = False

@@ -78,7 +78,8 @@ def _rows(tensor: Tensor, selection: slice) -> Tensor:
     if tensor.layout is torch.sparse_coo:
         return tensor.index_select(0, indices)
     # Compressed layouts have no selection of several rows.
-    return tensor.to_sparse_coo().index_select(0, indices).to_sparse(layout=tensor.layout)
+    selected: Tensor = tensor.to_sparse_coo().index_select(0, indices)
+    return selected.to_sparse(layout=tensor.layout)
 
 
 def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> Any:

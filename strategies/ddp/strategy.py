@@ -218,6 +218,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                     "strategy.optimizer_in_backward=false, or omit those."
                 )
             self._bucketwise = BucketwiseOptimizer(phase_optimizer.optimizer)
+            self.updates_in_backward = True
             self.reducer.after_bucket = self._bucketwise.step
         if self.record_timeline:
             self.timeline = self.timeline or self._new_timeline()

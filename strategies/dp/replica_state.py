@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.errors import UserError
 from trainkit.model.attribute_snapshot import PLAIN
-from trainkit.model.carried_state import CarriedAttributes, is_counted, may_be_merged, named_buffers
+from trainkit.model.carried_state import CarriedAttributes, can_be_followed, is_counted, may_be_merged, named_buffers
 from trainkit.task import TaskModule
 
 from ..merged_buffers import FIRST_STEPS, bounds, merge
@@ -41,15 +41,17 @@ class ReplicaState:
         tensors = _fixed_tensors(task)
         versions = {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}
         last = {name: t.clone() for name, t in tensors.items() if number <= FIRST_STEPS or name in self._merged}
-        followed = [CarriedAttributes(replica) for replica in replicas] if number in (2, 3) else []
+        followed = (
+            [CarriedAttributes(replica) for replica in replicas] if number in (2, 3) and can_be_followed(task) else []
+        )
         with ExitStack() as stack:
             for attributes in followed:
                 stack.enter_context(attributes.recorded())
             yield
         where = f"{type(task).__name__}.{step_name}"
         if followed:  # the first step may fill caches
-            carried = _differing([attributes.changed() for attributes in followed])
-            if number == 3 and (names := sorted(carried & self._carried[step_name])):
+            carried = _differing([attributes.carried() for attributes in followed])
+            if number == 3 and (names := sorted(carried & self._carried.get(step_name, set()))):
                 raise UserError(
                     f"{where} reads and changes {names[0]}, an attribute, which each replica of strategy=dp would "
                     f"change from its own samples, and all but the first one's changes would be lost. {_REMEDY}"

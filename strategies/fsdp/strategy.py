@@ -346,6 +346,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         where = f"forward and backward of step {self._steps}"
         self._steps += 1
         trained = [shard.sharded.requires_grad for shard in sharded.shards]
+        self._begin_buffers()
         with self.comm.waiting(where), sharded.explained(self._step_name):
             rounds, reduced = self._num_rounds(batch), [parameter.grad for parameter in sharded.replicated]
             for parameter in sharded.replicated:

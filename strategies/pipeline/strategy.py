@@ -499,6 +499,7 @@ class PipelineStrategy(MultiProcessStrategy):
         batches = [micro_batch.batch for micro_batch in batch.micro_batches]
         if self.staged_model.placement is None:
             self._partition(task, batches[0] if batches else None, len(batches))
+        self._begin_buffers()
         executor = self.staged_model.training_step(task, self._phase, self._step_name)
         key = step_key(self._phase, self._step_name)
         step = in_precision(self.precision, getattr(task, self._step_name))

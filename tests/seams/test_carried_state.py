@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.single import SingleStrategy
 
 from tests.seams import training
 from tests.seams.training import BATCH_SIZE, BOUND, EVERY, WIDTH, Layers, difference, samples, trained
-from trainkit import Data
+from trainkit import Data, Trainer
 from trainkit.errors import UserError
 
 
@@ -115,3 +117,63 @@ def test_a_buffer_that_every_rank_computes_from_its_samples_is_refused(strategy,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mean"):
         trained(strategy, BufferOfAMean())
+
+
+class Counted(Layers):
+    """Counts its steps in an attribute, and its samples in a buffer that is not saved."""
+
+    def finish(self):
+        self.steps, self.last_loss = 0, 0.0
+        self.register_buffer("samples", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def training_step(self, batch):
+        self.steps += 1
+        self.samples += len(batch[0])
+        loss = super().training_step(batch)
+        self.last_loss = float(loss.detach())
+        return loss
+
+
+class CountedAndSaved(Counted):
+    def get_extra_state(self):
+        return torch.tensor(self.steps)
+
+    def set_extra_state(self, state):
+        self.steps = int(state)
+
+
+@pytest.mark.parametrize(("make", "names"), [(Counted, "steps, samples"), (CountedAndSaved, None), (Layers, None)])
+def test_the_first_save_names_state_that_no_checkpoint_has(make, names, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(training.MAKE_STRATEGY, "one", lambda: SingleStrategy(device="cpu"))
+    trained("one", make(), Checkpoint(every="2step"), run_dir=str(tmp_path / "run"))
+    warnings = [each.getMessage() for each in caplog.records if "leave state for the next one" in each.getMessage()]
+    assert [f"in {names}, which checkpoints do not have" in text for text in warnings] == [True] * (names is not None)
+
+
+class History(Layers):
+    """Weights its loss by the mean of earlier ones."""
+
+    def finish(self):
+        self.history = []
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.history.append(float(loss.detach()))
+        return loss * (sum(self.history) / len(self.history))
+
+
+def test_numbers_that_ranks_change_by_their_samples_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained("ddp", History(), log_every="4step", run_dir=str(tmp_path / "run"))
+    assert "History changes history by the samples of each rank" in (tmp_path / "run" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp", "ddp", "fsdp", "pipeline"])
+def test_a_buffer_by_rows_goes_on_after_a_resume(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, task = str(tmp_path / "run"), BufferByRows()
+    trained(strategy, BufferByRows(), Checkpoint(every="3step"), data=lanes(), run_dir=folder, max_duration="3step")
+    settings = {"max_duration": "1epoch", "callbacks": [], "loggers": [], "run_dir": folder}
+    Trainer(training.MAKE_STRATEGY[strategy](), **settings).fit(task, lanes(), resume=folder)
+    assert difference(task.state_dict(), plain_loop(Layers())) < BOUND

@@ -35,6 +35,8 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     with torch.no_grad():
         for part in (part for tensor in tensors for part in dense_parts(tensor.detach())):
             flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
+            if part.is_meta:
+                continue
             if flat.numel() <= _SMALL:
                 small.setdefault((flat.dtype, flat.device), []).append(flat)
             else:

@@ -15,6 +15,7 @@ from trainkit.data.loader import BatchLoader
 from trainkit.duration import Interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
+from trainkit.loops.followed_state import FollowedState
 from trainkit.loops.phases import PhaseStep, TrainStep, phased_step
 from trainkit.loops.replica_check import ReplicaCheck
 from trainkit.loops.rollback import NonFinitePolicy
@@ -48,6 +49,8 @@ class FitLoop:
         self._validation = validation
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
         self._replicas = ReplicaCheck(run)
+        self._state = FollowedState(run)
+        self._first_steps = 3  # that are still to be followed
         self._evaluated_step = -1
         self._has_warned = False  # of a loss that grows with its samples
         self._is_stopping = False  # every rank knows that a stop was requested
@@ -157,6 +160,9 @@ class FitLoop:
         """Make the remaining updates, count the step, and step the schedules of a completed epoch; collective."""
         run, state = self._run, self._run.state
         self._step.finish()
+        if self._first_steps:
+            self._first_steps -= 1
+            self.begin_step = self._state.next_begin(self._step.begin)
         state.advance(items=batch.num_items, samples=batch.num_samples, ends_epoch=batch.ends_epoch)
         if state.clock_is_synced:  # the last synced time, which costs no collective
             state.set_clock(max(state.seconds, run.strategy.comm.synced_seconds(state.own_seconds)))
@@ -218,7 +224,7 @@ class FitLoop:
         """Compose the step once, so that options that are off cost nothing."""
         run = self._run
         phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
-        phases = [self._replicas.wrap(phase) for phase in phases]
+        phases = [self._state.wrap(self._replicas.wrap(phase)) for phase in phases]
         for option in (self.auto_micro_batch, self._skipped, run.step_timer):
             if option is not None:
                 phases = [option.wrap(phase) for phase in phases]
@@ -237,6 +243,7 @@ class FitLoop:
         checksum = self._replicas.sums(with_buffers=with_buffers)
         reduced = means.reduce(run.strategy.comm, checksum=checksum)
         self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)
+        self._state.warn_of_differences()
         if not reduced:
             return
         if means.loss_grows_with_samples and run.task.loss_reduction == "mean" and not self._has_warned:

@@ -5,12 +5,10 @@ What a step or a callback writes by itself, from its samples or from random numb
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,12 +18,10 @@ from trainkit.errors import UserError
 from trainkit.loops.phases import PhaseStep
 from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
-from trainkit.model.carried_state import BufferWrites, CarriedAttributes, is_compiled, shared_by_micro_batches
+from trainkit.model.carried_state import BufferWrites, shared_by_micro_batches
 from trainkit.strategy import local_state
 
-logger = logging.getLogger(__name__)
-
-_FOLLOWED_STEPS = 3  # in which state is looked for that micro-batches hand to each other
+_FOLLOWED_STEPS = 2  # in which the writes of micro-batches to buffers are compared
 
 
 class ReplicaCheck:
@@ -36,7 +32,6 @@ class ReplicaCheck:
         self._has_replicas = run.strategy.comm.world_size > 1
         self._parameters = list(run.task.parameters())
         self._steps = 0
-        self._carried: dict[str, Any] = {}  # attributes
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return the phase with a check of its first steps, and of all steps in several micro-batches."""
@@ -51,10 +46,10 @@ class ReplicaCheck:
         self._steps += 1
         if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
             versions = [parameter._version for parameter in self._parameters]
-            with self._carried_state_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
+            with self._shared_buffers_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
                 outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
-                if parameter._version != version:
+                if parameter._version != version and not self._run.strategy.updates_in_backward:
                     self._refuse_write(parameter)
         else:
             outputs = forward_backward(batch)
@@ -63,34 +58,19 @@ class ReplicaCheck:
         return outputs
 
     @contextmanager
-    def _carried_state_refused(self) -> Iterator[None]:
-        """Raise UserError if micro-batches of the step in the block hand state to each other in the task."""
+    def _shared_buffers_refused(self) -> Iterator[None]:
+        """Raise UserError if several micro-batches of the step in the block change the same element of a buffer."""
         run = self._run
-        runs_modules = run.strategy.supports_module_hooks and not is_compiled(run.task)
-        # The first step may fill caches. In a pipeline it is also traced and compared with one process.
-        attributes = CarriedAttributes(run.task) if runs_modules and self._steps > 1 else None
         buffers = BufferWrites(local_state(run.strategy, run.task), run.task)
-        is_quiet = self._steps == 1 and not run.strategy.supports_module_hooks
-        release = run.precision.surround(nullcontext if is_quiet else buffers.micro_batch)
+        # In a pipeline the first step is also traced, and compared with one process.
+        is_followed = self._steps > 1 or run.strategy.supports_module_hooks
+        release = run.precision.surround(buffers.micro_batch if is_followed else nullcontext)
         try:
-            with nullcontext() if attributes is None else attributes.recorded():
-                yield
+            yield
         finally:
             release()
-        names, is_last = [*buffers.names], self._steps == _FOLLOWED_STEPS and attributes is not None
-        if attributes is not None:
-            changed = attributes.changed()
-            self._carried = {n: v for n, v in changed.items() if self._steps == 2 or n in self._carried}
-            names += [name for name, value in self._carried.items() if is_last and attributes.tensors_in(value)]
-        for name in names:
+        for name in buffers.names:
             raise UserError(shared_by_micro_batches(type(run.strategy).__name__, run.task, name))
-        if is_last and self._carried and run.is_main:
-            logger.warning(
-                "%s changes %s in each micro-batch, and so more often than once a step. If the loss depends on it, "
-                "change it in a callback's on_step_end.",
-                type(run.task).__name__,
-                ", ".join(self._carried),
-            )
 
     def sums(self, *, with_buffers: bool) -> Tensor | None:
         """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""

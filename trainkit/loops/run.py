@@ -121,6 +121,8 @@ class Run:
     resumed_from: str | None = None
     restored_step: int | None = None
     """Step of the checkpoint that was restored last, by a resume or a rollback."""
+    carried_state: Sequence[str] = ()
+    """The attributes and buffers in which steps leave state for the next one, and which no checkpoint has."""
     weights_are_finite: Callable[[], bool] = lambda: True
     """Returns True if the weights may be saved; collective."""
     folder_lock: ExitStack | None = None
@@ -312,6 +314,7 @@ class Checkpointer:
         if self.store is None or not run.weights_are_finite():
             return None
         run.check_folder()
+        self._warn_of_unsaved_state()
         self._wait_for_shards()
         with run.optimizers_in_evaluation():  # a resume brings back the weights to train, from the optimizer's state
             return self._save(reason=reason, background=background, sharded=sharded, then=then)
@@ -332,6 +335,17 @@ class Checkpointer:
         self.wait()
         self._shard_writer(self.store).save(payload, shards.shards, then=then, **labels)
         return None
+
+    def _warn_of_unsaved_state(self) -> None:
+        """Warn once of state that steps leave for the next one where no checkpoint has it."""
+        names, self._run.carried_state = self._run.carried_state, ()
+        if names and self._run.is_main:
+            logger.warning(
+                "steps of %s leave state for the next one in %s, which checkpoints do not have: a resumed run begins "
+                "without it. Keep tensors in buffers (self.register_buffer), and return the rest from get_extra_state.",
+                type(self._run.task).__name__,
+                ", ".join(names),
+            )
 
     def prepare(self, *, sharded: bool = False) -> None:
         """Allocate memory for background saves, so that the first one stalls training no longer than others."""

@@ -62,9 +62,14 @@ def read_training_output(
             "return loss.mean()."
         )
     if not loss.requires_grad:
+        in_phase = (
+            f" While a phase runs, the parameters of other phases need no gradient: what {step_name} uses of a tensor "
+            "that another phase has computed leads to none, so compute it again here."
+        )
         raise UserError(
             f"the loss of {_name(task)}.{step_name} has no gradient: nothing that requires one leads to it. "
-            "Do not detach it, and check that the parameters have requires_grad=True."
+            f"Do not detach it, and check that the parameters have requires_grad=True."
+            f"{'' if step_name == 'training_step' else in_phase}"
         )
     if _is_sum(task):
         if output.own_weight:

@@ -29,11 +29,17 @@ class CarriedAttributes:
         """Return the context of the step."""
         return self._watch.installed()
 
-    def changed(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, Any]:
         """Return the present values of these attributes by name."""
-        accesses = self._watch.accesses
-        changed = {name: value for name, value in self._snapshot.changed().items() if name not in self._buffers}
-        return {name: value for name, value in changed.items() if name in accesses and accesses[name].reads_first}
+        return {name: value for name, value in self.changed().items() if self.reads(name)}
+
+    def changed(self) -> dict[str, Any]:
+        """Return the present values of all attributes that the step has changed."""
+        return {name: value for name, value in self._snapshot.changed().items() if name not in self._buffers}
+
+    def reads(self, name: str) -> bool:
+        """Return True if the step reads the attribute, and not only what it has assigned itself."""
+        return name in self._watch.accesses and self._watch.accesses[name].reads_first
 
     def tensors_in(self, value: Any) -> list[Tensor]:
         """Return the tensors in a value, its containers and plain objects."""
@@ -89,10 +95,14 @@ def shared_by_micro_batches(strategy: str, task: nn.Module, name: str) -> str:
     )
 
 
-def is_compiled(task: nn.Module) -> bool:
-    """Return True if a module is compiled, which would be compiled again if its class changed."""
-    # Private: torch has no question for it.
-    return any(m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules())
+def can_be_followed(task: nn.Module) -> bool:
+    """Return True if the classes of the modules may be replaced for a step: none is compiled, or lists its subclasses."""
+    # Private: torch has no question for whether a module is compiled.
+    is_compiled = any(
+        m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules()
+    )
+    kinds = {kind for module in task.modules() for kind in type(module).__mro__}
+    return not is_compiled and not any("__init_subclass__" in vars(kind) for kind in kinds - {object})
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
@@ -101,6 +111,15 @@ def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
         for key, buffer in owner._buffers.items():
             if buffer is not None:
                 yield f"{prefix}.{key}" if prefix else key, owner, buffer
+
+
+def unsaved_buffers(task: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers that no state dict has, with their names."""
+    return [
+        (name, buffer)
+        for name, owner, buffer in named_buffers(task)
+        if name.rpartition(".")[2] in owner._non_persistent_buffers_set and not _is_of(owner, "torch.")
+    ]
 
 
 def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
