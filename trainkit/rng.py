@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def seed_everything(seed: int) -> None:
@@ -98,3 +102,100 @@ def seeded_python(seed: int) -> Iterator[None]:
         yield
     finally:
         set_python_rng_state(before)
+
+
+class DrawSeeds:
+    """Finds which global generators of the CPU a function draws from, to seed just those, and restores them after it.
+
+    A function that draws nothing costs 5 us a call.
+    """
+
+    def __init__(self) -> None:
+        self.drawn: tuple[str, ...] = ()
+        """The generators that calls have drawn from so far: python, numpy, torch."""
+        self._fingerprints: dict[str, Hashable] = {}
+        self._states: dict[str, Any] = {}  # before the call
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that calls `seed` for what it draws.
+
+        Where it draws from a generator for the first time it is called again: its first draws were not seeded.
+        """
+        while True:
+            self._save_states()
+            try:
+                result = function()
+            finally:
+                fingerprints = _fingerprints()
+                drawn = self.drawn
+                if fingerprints != self._fingerprints:
+                    drawn = tuple(name for name in fingerprints if fingerprints[name] != self._fingerprints[name])
+                    for name in drawn:
+                        _set_state(name, self._states[name])
+            if {*drawn} <= {*self.drawn}:
+                return result
+            self.drawn = tuple({*self.drawn, *drawn})
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators that calls draw from."""
+        for name in self.drawn:
+            _seed(name, seed)
+
+    def _save_states(self) -> None:
+        """Save the state of each generator; one costs up to 30 us, so it is read only after a draw of the process."""
+        fingerprints = _fingerprints()
+        if fingerprints != self._fingerprints:
+            for name, fingerprint in fingerprints.items():
+                if self._fingerprints.get(name) != fingerprint:
+                    self._states[name] = _state(name)
+            self._fingerprints = fingerprints
+
+
+def _seed(name: str, seed: int) -> None:
+    if name == "python":
+        random.seed(seed)
+    elif name == "numpy":
+        _numpy_random().seed(seed % 2**32)
+    else:
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device, in 100 times as long
+
+
+def _state(name: str) -> Any:
+    if name == "python":
+        return random.getstate()
+    return _numpy_random().get_state() if name == "numpy" else torch.default_generator.get_state()
+
+
+def _set_state(name: str, state: Any) -> None:
+    if name == "python":
+        random.setstate(state)
+    elif name == "numpy":
+        _numpy_random().set_state(state)
+    else:
+        torch.default_generator.set_state(state)
+
+
+def _fingerprints() -> dict[str, Hashable]:
+    """Return for each generator what differs after a draw, in 2 us."""
+    python: Any = random.random.__self__  # type: ignore[attr-defined] # the instance that the module's functions belong to
+    numpy: Any = _numpy_random().random_sample.__self__
+    state = torch.default_generator.get_state()
+    return {
+        "python": (_memory(python).raw, python.gauss_next),
+        # The first has the second number of a normal draw, the other all else.
+        "numpy": (_memory(numpy).raw, _memory(numpy._bit_generator).raw),
+        "torch": ctypes.string_at(state.data_ptr(), state.nbytes),
+    }
+
+
+@cache  # which also keeps the object at its address
+def _memory(instance: Any) -> Any:
+    """Return the fields of a C object, which contain its state: `getstate` takes 10 us, and numpy's `get_state` 30."""
+    header = object.__basicsize__  # with the count of references, which changes
+    return (ctypes.c_char * (type(instance).__basicsize__ - header)).from_address(id(instance) + header)
+
+
+def _numpy_random() -> Any:
+    import numpy as np
+
+    return np.random
