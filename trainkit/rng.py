@@ -104,17 +104,49 @@ def seeded_python(seed: int) -> Iterator[None]:
         set_python_rng_state(before)
 
 
-class DrawSeeds:
-    """Finds which global generators of the CPU a function draws from, to seed just those, and restores them after it.
+class SavedGenerators:
+    """The states of the global generators of the CPU, to restore those that a block draws from.
 
-    A function that draws nothing costs 5 us a call.
+    As a context manager it costs 4 us, of which `preserve_rng` takes 100: a state is read only after a draw.
     """
+
+    def __init__(self) -> None:
+        self._fingerprints: dict[str, Hashable] = {}
+        self._states: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self.save()
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def save(self) -> None:
+        """Save the state of each generator."""
+        fingerprints = _fingerprints()
+        if fingerprints != self._fingerprints:
+            for name, fingerprint in fingerprints.items():
+                if self._fingerprints.get(name) != fingerprint:
+                    self._states[name] = _state(name)
+            self._fingerprints = fingerprints
+
+    def restore(self) -> tuple[str, ...]:
+        """Restore what differs from the saved states; return the names of the generators: python, numpy, torch."""
+        fingerprints = _fingerprints()
+        if fingerprints == self._fingerprints:
+            return ()
+        drawn = tuple(name for name in fingerprints if fingerprints[name] != self._fingerprints[name])
+        for name in drawn:
+            _set_state(name, self._states[name])
+        return drawn
+
+
+class DrawSeeds:
+    """Finds which global generators of the CPU a function draws from, seeds just those, and restores them after it."""
 
     def __init__(self) -> None:
         self.drawn: tuple[str, ...] = ()
         """The generators that calls have drawn from so far: python, numpy, torch."""
-        self._fingerprints: dict[str, Hashable] = {}
-        self._states: dict[str, Any] = {}  # before the call
+        self._saved = SavedGenerators()
 
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of a function that calls `seed` for what it draws.
@@ -122,16 +154,11 @@ class DrawSeeds:
         Where it draws from a generator for the first time it is called again: its first draws were not seeded.
         """
         while True:
-            self._save_states()
+            self._saved.save()
             try:
                 result = function()
             finally:
-                fingerprints = _fingerprints()
-                drawn = self.drawn
-                if fingerprints != self._fingerprints:
-                    drawn = tuple(name for name in fingerprints if fingerprints[name] != self._fingerprints[name])
-                    for name in drawn:
-                        _set_state(name, self._states[name])
+                drawn = self._saved.restore()
             if {*drawn} <= {*self.drawn}:
                 return result
             self.drawn = tuple({*self.drawn, *drawn})
@@ -140,15 +167,6 @@ class DrawSeeds:
         """Seed the generators that calls draw from."""
         for name in self.drawn:
             _seed(name, seed)
-
-    def _save_states(self) -> None:
-        """Save the state of each generator; one costs up to 30 us, so it is read only after a draw of the process."""
-        fingerprints = _fingerprints()
-        if fingerprints != self._fingerprints:
-            for name, fingerprint in fingerprints.items():
-                if self._fingerprints.get(name) != fingerprint:
-                    self._states[name] = _state(name)
-            self._fingerprints = fingerprints
 
 
 def _seed(name: str, seed: int) -> None:

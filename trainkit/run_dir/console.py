@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
+from trainkit.rng import SavedGenerators
+
 _ANY_WIDTH = 10_000  # columns: lines are not wrapped
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # not newline and tab
 
@@ -68,8 +70,9 @@ def say(text: str) -> None:
 def show(table: Table) -> None:
     """Write a table, with colours on a terminal."""
     if on_terminal():
-        terminal().print(printable(table.title), style="bold", markup=False)
-        terminal().print(_drawn(table))
+        with SavedGenerators():  # `rich` draws from python's generator when it is imported
+            terminal().print(printable(table.title), style="bold", markup=False)
+            terminal().print(_drawn(table))
     else:
         say(plain(table))
 
@@ -83,11 +86,12 @@ def terminal() -> Any:
 
 def plain(table: Table) -> str:
     """Return a table as lines without control characters, of any width."""
-    from rich.console import Console
-
     text = StringIO()
-    console = Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False, force_jupyter=False)
-    console.print(_drawn(table))
+    with SavedGenerators():
+        from rich.console import Console
+
+        console = Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False, force_jupyter=False)
+        console.print(_drawn(table))
     return "\n".join([printable(table.title), *(line.rstrip() for line in text.getvalue().splitlines())])
 
 
