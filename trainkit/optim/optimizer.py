@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -354,15 +355,19 @@ def _configured(task: TaskModule, method: str, total_steps: int | None) -> Any:
         )
     try:
         return declare() if parameter is None else declare(total_steps=total_steps)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if "empty parameter list" in str(error):
             of = f"the optimizer of {type(task).__name__}"
             raise UserError(f"{of} has no parameters; pass self.parameters().") from None
         if isinstance(error, UserError) or not raising_module(error).startswith("torch.optim"):
             raise
         refused = str(error).rpartition(": ")[2]
-        parameters = inspect.signature(type(task)).parameters
-        keys = [f"task.{name}" for name in parameters if str(vars(task).get(name)) == refused]
+        given = {f"task.{name}": vars(task).get(name) for name in inspect.signature(type(task)).parameters}
+        for name, value in list(given.items()):
+            if isinstance(value, partial):  # of a node with `_partial_`
+                given |= {f"{name}.{key}": argument for key, argument in value.keywords.items()}
+        is_text = isinstance(error, TypeError)  # where a number is needed; the message does not have the value
+        keys = [key for key, value in given.items() if (isinstance(value, str) if is_text else str(value) == refused)]
         of = f" of {' or '.join(keys)}" if keys else ""
         raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value{of}.") from error
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
-from trainkit.rng import SavedGenerators
-
 _ANY_WIDTH = 10_000  # columns: lines are not wrapped
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # not newline and tab
 
@@ -70,6 +68,8 @@ def say(text: str) -> None:
 def show(table: Table) -> None:
     """Write a table, with colours on a terminal."""
     if on_terminal():
+        from trainkit.rng import SavedGenerators  # here, as `--help` does not wait for torch
+
         with SavedGenerators():  # `rich` draws from python's generator when it is imported
             terminal().print(printable(table.title), style="bold", markup=False)
             terminal().print(_drawn(table))
@@ -86,6 +86,8 @@ def terminal() -> Any:
 
 def plain(table: Table) -> str:
     """Return a table as lines without control characters, of any width."""
+    from trainkit.rng import SavedGenerators
+
     text = StringIO()
     with SavedGenerators():
         from rich.console import Console
