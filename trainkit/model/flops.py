@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.rng import preserve_rng
+from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer import PhaseOptimizer
@@ -29,19 +30,15 @@ def module_scopes(root: nn.Module) -> Iterator[list[str]]:
     """
     scopes: list[str] = []
     handles: list[Any] = []
-    modes = {module: module.training for module in root.modules()}
     for name, module in root.named_modules():
         handles += [
             module.register_forward_pre_hook(partial(_enter, scopes, name)),
             module.register_forward_hook(partial(_leave, scopes), always_call=True),
         ]
-    root.eval()
     try:
-        with preserve_rng():
+        with evaluation_mode(root), preserve_rng():
             yield scopes
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         for handle in handles:
             handle.remove()
 
