@@ -15,12 +15,12 @@ from trainkit.callback import Callback
 from trainkit.trainer import DEFAULT_CALLBACKS
 
 SETTINGS = {
+    "model_summary": {"costs": True},
     "checkpoint": {"every": "2step"},
     "early_stopping": {"monitor": "validation/loss"},
     "ema": None,  # these change the training
     "gradual_unfreezing": None,
     "lambda_callback": None,
-    "model_graph": None,
     "learning_rate_finder": None,
     "swa": None,
 }

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 def module_scopes(root: nn.Module) -> Iterator[list[str]]:
     """Put modules into evaluation mode, and yield a list with the names of those that run, the innermost last.
 
-    At the end of the block modes and random generators are restored.
+    At the end of the block modes, buffers and random generators are restored.
     """
     scopes: list[str] = []
     handles: list[Any] = []
+    written = [buffer for buffer in root.buffers() if buffer.layout is torch.strided]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in written]
     for name, module in root.named_modules():
         handles += [
             module.register_forward_pre_hook(partial(_enter, scopes, name)),
@@ -39,6 +41,10 @@ def module_scopes(root: nn.Module) -> Iterator[list[str]]:
         with evaluation_mode(root), preserve_rng():
             yield scopes
     finally:
+        with torch.no_grad():
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):  # a write would count as a change
+                    buffer.copy_(values)
         for handle in handles:
             handle.remove()
 
