@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -104,14 +105,18 @@ def seeded_python(seed: int) -> Iterator[None]:
         set_python_rng_state(before)
 
 
+_GLOBAL = ("python", "python", "numpy", "numpy", "torch")
+"""The generators of which `_fingerprints` has the parts."""
+
+
 class SavedGenerators:
     """The states of the global generators of the CPU, to restore those that a block draws from.
 
-    As a context manager it costs 4 us, of which `preserve_rng` takes 100: a state is read only after a draw.
+    As a context manager it costs 2 us, where `preserve_rng` takes 100: a state is read only after a draw.
     """
 
     def __init__(self) -> None:
-        self._fingerprints: dict[str, Hashable] = {}
+        self._fingerprints: tuple[Any, ...] = (None,) * len(_GLOBAL)
         self._states: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -124,17 +129,15 @@ class SavedGenerators:
         """Save the state of each generator."""
         fingerprints = _fingerprints()
         if fingerprints != self._fingerprints:
-            for name, fingerprint in fingerprints.items():
-                if self._fingerprints.get(name) != fingerprint:
-                    self._states[name] = _state(name)
+            self._states |= {name: _state(name) for name in _differing(fingerprints, self._fingerprints)}
             self._fingerprints = fingerprints
 
-    def restore(self) -> tuple[str, ...]:
+    def restore(self) -> set[str]:
         """Restore what differs from the saved states; return the names of the generators: python, numpy, torch."""
         fingerprints = _fingerprints()
         if fingerprints == self._fingerprints:
-            return ()
-        drawn = tuple(name for name in fingerprints if fingerprints[name] != self._fingerprints[name])
+            return set()
+        drawn = _differing(fingerprints, self._fingerprints)
         for name in drawn:
             _set_state(name, self._states[name])
         return drawn
@@ -144,11 +147,11 @@ class DrawSeeds:
     """Finds which global generators of the CPU a function draws from, seeds just those, and restores them after it."""
 
     def __init__(self) -> None:
-        self.drawn: tuple[str, ...] = ()
+        self.drawn: set[str] = set()
         """The generators that calls have drawn from so far: python, numpy, torch."""
         self._saved = SavedGenerators()
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return the result of a function that calls `seed` for what it draws.
 
         Where it draws from a generator for the first time it is called again: its first draws were not seeded.
@@ -156,12 +159,12 @@ class DrawSeeds:
         while True:
             self._saved.save()
             try:
-                result = function()
+                result = function(*arguments)
             finally:
                 drawn = self._saved.restore()
-            if {*drawn} <= {*self.drawn}:
+            if drawn <= self.drawn:
                 return result
-            self.drawn = tuple({*self.drawn, *drawn})
+            self.drawn |= drawn
 
     def seed(self, seed: int) -> None:
         """Seed the generators that calls draw from."""
@@ -193,24 +196,63 @@ def _set_state(name: str, state: Any) -> None:
         torch.default_generator.set_state(state)
 
 
-def _fingerprints() -> dict[str, Hashable]:
-    """Return for each generator what differs after a draw, in 2 us."""
+def _fingerprints() -> tuple[Any, ...]:
+    """Return what differs after a draw, in 1 us: `get_state` copies the tables, which takes up to 30 us.
+
+    A generator draws from a table of 624 words, which it renews at its end: a draw changes the position, and a renewal
+    the first word. Normal draws come in pairs, of which the second number is kept beside them.
+    """
     python: Any = random.random.__self__  # type: ignore[attr-defined] # the instance that the module's functions belong to
     numpy: Any = _numpy_random().random_sample.__self__
-    state = torch.default_generator.get_state()
-    return {
-        "python": (_memory(python).raw, python.gauss_next),
-        # The first has the second number of a normal draw, the other all else.
-        "numpy": (_memory(numpy).raw, _memory(numpy._bit_generator).raw),
-        "torch": ctypes.string_at(state.data_ptr(), state.nbytes),
-    }
+    table = _numpy_table(numpy._bit_generator)
+    positions, kept = _torch_engine()
+    return (
+        _fields(python, 8).raw,  # position, first word
+        python.gauss_next,
+        _fields(numpy).raw,  # kept number
+        (table[0], table[624]),  # first word, position
+        (positions.raw, kept.raw),
+    )
+
+
+def _differing(now: tuple[Any, ...], saved: tuple[Any, ...]) -> set[str]:
+    return {name for name, part, other in zip(_GLOBAL, now, saved, strict=True) if part != other}
 
 
 @cache  # which also keeps the object at its address
-def _memory(instance: Any) -> Any:
-    """Return the fields of a C object, which contain its state: `getstate` takes 10 us, and numpy's `get_state` 30."""
-    header = object.__basicsize__  # with the count of references, which changes
-    return (ctypes.c_char * (type(instance).__basicsize__ - header)).from_address(id(instance) + header)
+def _fields(instance: Any, size: int | None = None) -> Any:
+    """Return the memory of an object's first fields in C, by default of all."""
+    header = object.__basicsize__
+    return (ctypes.c_char * (size or type(instance).__basicsize__ - header)).from_address(id(instance) + header)
+
+
+@cache
+def _numpy_table(bit_generator: Any) -> Any:
+    """Return the memory of numpy's table and position; `np.random.seed` has refused any other bit generator."""
+    return (ctypes.c_uint32 * 625).from_address(bit_generator.ctypes.state_address)
+
+
+@cache
+def _torch_engine() -> tuple[Any, Any]:
+    """Return the memory of torch's seed, position and first word, and of the kept numbers, on both sides of its table.
+
+    The table is found in the C++ object by its first words, which are in the state at byte 24. Where it is not, as in
+    another build of torch, what is returned reads the state.
+    """
+    generator = torch.default_generator
+    words = struct.pack("8I", *generator.get_state()[24:88].view(torch.int64).tolist())
+    address = ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value or 0
+    start = ctypes.string_at(address, 256).find(words)  # the object has 2.6 KB
+    if start < 0:
+        return _TorchState(), _TorchState()
+    positions = (ctypes.c_char * 24).from_address(address + start - 20)
+    return positions, (ctypes.c_char * 24).from_address(address + start + 4 * 624)
+
+
+class _TorchState:
+    @property
+    def raw(self) -> bytes:
+        return torch.default_generator.get_state().numpy().tobytes()
 
 
 def _numpy_random() -> Any:

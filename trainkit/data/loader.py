@@ -38,6 +38,7 @@ from trainkit.data.order import (
 )
 from trainkit.data.readers import (
     Request,
+    SampleReader,
     StreamPosition,
     WorkerIterator,
     WorkerPool,
@@ -314,7 +315,7 @@ class PreBatchedLoader(BatchLoader):
         super().__init__(stage_data, strategy, **settings)
         self.order: Order = make_order(stage_data, seed=self.seed)
         self._rows = RowSplitter(strategy)
-        self._reader = make_reader(
+        self._reader = SampleReader(
             stage_data.dataset, of_item(stage_data.collate_fn), seed=self.seed, seed_samples=stage_data.seed_samples
         )
         self.epoch_length = min(self.order.num_samples, self.limit or self.order.num_samples)
@@ -331,7 +332,7 @@ class PreBatchedLoader(BatchLoader):
         yield from self._rows.batches(self._item(index, 0) for index in range(self.epoch_length))
 
     def _item(self, index: int, epoch: int) -> Any:
-        return self._reader(torch.tensor([index]), epoch)
+        return self._reader.read([index], [index], epoch)
 
 
 class RowSplitter:

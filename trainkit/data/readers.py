@@ -99,8 +99,13 @@ class SampleReader:
         """Return the batch of the samples at `indices`."""
         rows = indices.tolist()
         wanted, numbers = rows if indices.dim() == 2 else (rows, rows)
-        read = partial(self._read, wanted, numbers, epoch)
-        return self._draws.call(read) if self._finds_draws else read()
+        return self.read(wanted, numbers, epoch)
+
+    def read(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
+        """Return the batch of the samples at `indices`, of which the numbers give the seeds."""
+        if self._finds_draws:
+            return self._draws.call(self._read, indices, numbers, epoch)
+        return self._read(indices, numbers, epoch)
 
     def _read(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
         samples = self._samples(indices, numbers, epoch)
