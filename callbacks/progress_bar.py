@@ -20,6 +20,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
 from trainkit.errors import CheckpointError, UserError, check_types
 from trainkit.loops.run import Run
+from trainkit.rng import SavedGenerators
 from trainkit.run_dir.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, terminal
 
 if TYPE_CHECKING:
@@ -96,10 +97,11 @@ class ProgressBar(Callback):
     def _start(self, run: Run) -> None:
         self.close()
         self._progress = RunProgress(run)
-        if on_terminal():
-            self._display = LiveProgress(self._progress, refresh_per_second=self.refresh_per_second)
-        elif self._in_notebook:
-            self._display = NotebookProgress(self._progress, refresh_per_second=min(1.0, self.refresh_per_second))
+        with SavedGenerators():  # `rich` draws from python's generator when it is imported
+            if on_terminal():
+                self._display = LiveProgress(self._progress, refresh_per_second=self.refresh_per_second)
+            elif self._in_notebook:
+                self._display = NotebookProgress(self._progress, refresh_per_second=min(1.0, self.refresh_per_second))
         run.has_display = self._display is not None
 
 

@@ -15,6 +15,7 @@ from trainkit.data.readers import make_reader
 from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
 from trainkit.rng import preserve_rng
+from trainkit.task import evaluation_mode
 from trainkit.tree import map_tensors
 
 
@@ -43,15 +44,10 @@ class SampleWriter(Callback):
         if source.is_iterable or source.batch_size is None:
             raise UserError("sample_writer needs a map-style validation dataset of samples, not a stream or batches.")
         count = min(self.num_samples, len(source.dataset))
-        modes = [(module, module.training) for module in run.task.modules()]
-        run.task.eval()
-        try:
-            with preserve_rng(), torch.no_grad():
-                batch = make_reader(source.dataset, source.collate_fn, seed=run.seed)(torch.arange(count), 0)
-                predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
-        finally:
-            for module, mode in modes:  # of which some may stay in evaluation mode while the task trains
-                module.training = mode
+        with evaluation_mode(run.task), preserve_rng(), torch.no_grad():
+            reader = make_reader(source.dataset, source.collate_fn, seed=run.seed, seed_samples=source.seed_samples)
+            batch = reader(torch.arange(count), 0)
+            predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
         if run.is_main:
             text = "\n".join(_lines(run.task, batch, predictions, count))
             run.log_text("samples", text)

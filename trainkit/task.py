@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -107,6 +108,21 @@ def begin_training(task: TaskModule) -> None:
     """
     if not task.training:
         task.train()
+
+
+@contextmanager
+def evaluation_mode(root: nn.Module) -> Iterator[None]:
+    """Put all modules into evaluation mode, and give each the mode of before at the end of the block."""
+    modes = [(module, module.training) for module in root.modules()]
+    root.eval()
+    try:
+        yield
+    finally:
+        # By `train`, which some modules override to merge or split their weights; parents come first, so that a frozen
+        # part goes back into evaluation mode after its parent has begun to train.
+        for module, mode in modes:
+            if module.training != mode:
+                module.train(mode)
 
 
 def has_phases(task: TaskModule) -> bool:

@@ -18,11 +18,11 @@ from tests.tasks import NumberStream, Regression
 from trainkit import Data, UserError
 from trainkit.data.readers import (
     Request,
+    SampleReader,
     WorkerIterator,
     WorkerPool,
     make_reader,
     read_rows,
-    read_samples,
     request_seed,
 )
 from trainkit.testing import run_ranks
@@ -81,7 +81,7 @@ def test_a_subclass_is_read_sample_by_sample():
     dataset = Doubled(torch.arange(5))
     for wrapped in (dataset, Subset(dataset, [4, 3, 2])):
         reader = make_reader(wrapped, default_collate)
-        assert reader.func is read_samples
+        assert type(reader) is SampleReader
         (batch,) = reader(torch.tensor([0, 2]), 0)
         assert batch.tolist() == [int(wrapped[0][0]), int(wrapped[2][0])]
 

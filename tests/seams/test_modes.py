@@ -17,8 +17,33 @@ class FrozenBackbone(Layers):
         return torch.optim.SGD([*self.b.parameters(), *self.c.parameters()], lr=0.1)
 
 
-def plain_loop():
-    task = FrozenBackbone()
+class Adapter(nn.Linear):
+    """Merges its low-rank weights in evaluation mode, as public adapters do in `train`."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.low = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.is_merged == mode:
+            self.weight.data += -self.low.weight.data if mode else self.low.weight.data
+            self.is_merged = not mode
+        return self
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        return outputs if self.is_merged else outputs + self.low(inputs)
+
+
+class WithAdapter(Layers):
+    def build(self):
+        self.a = Adapter()
+
+
+def plain_loop(make_task=FrozenBackbone):
+    task = make_task()
     optimizer = task.configure_optimizers()
     for inputs, targets in batches():
         nn.functional.mse_loss(task(inputs), targets).backward()
@@ -33,6 +58,13 @@ def test_a_frozen_backbone_stays_in_evaluation_mode(strategy, tmp_path, monkeypa
     data = Data(train=samples(), validation=samples(), batch_size=BATCH_SIZE, shuffle=False)
     weights = trained(strategy, FrozenBackbone(), data=data, evaluate_every="2step", num_sanity_batches=1)
     assert difference(weights, plain_loop()) < BOUND
+
+
+def test_modules_that_change_their_weights_with_the_mode_change_them_back_after_an_evaluation(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = Data(train=samples(), validation=samples(), batch_size=BATCH_SIZE, shuffle=False)
+    weights = trained("single", WithAdapter(), data=data, evaluate_every="2step")
+    assert difference(weights, plain_loop(WithAdapter)) < BOUND
 
 
 def test_a_task_that_was_evaluated_as_a_whole_trains_as_a_whole(tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ from trainkit.cli.compose import (
     with_origins,
 )
 from trainkit.cli.main import Arguments
-from trainkit.cli.signatures import install_hint
+from trainkit.cli.signatures import install_hint, with_objects
 from trainkit.cli.validate import ConfigError, Problem, renamed_value
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError, raising_module
@@ -432,7 +432,7 @@ class _Components:
 def _instantiate(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> Any:
     """Return the object; raises UserError if it is not a `kind`."""
     try:
-        made = instantiate({"_target_": target, **arguments}, _convert_="all")
+        made = instantiate(with_objects({"_target_": target, **arguments}), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or UserError(f"{path}: {error}")
         if isinstance(cause, ModuleNotFoundError) and cause.name:

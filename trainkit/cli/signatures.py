@@ -6,8 +6,11 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from functools import cache, reduce
 from importlib import import_module
 from importlib.util import find_spec
@@ -51,7 +54,7 @@ _COMPILER_OPTIONS = "trainer.compile.options."
 Classes = tuple[type, ...]
 _HYDRA_KEYS = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_")
 _KINDS: dict[Any, str] = {
-    **{int: "int", float: "float", bool: "bool", str: "str", Path: "str", os.PathLike: "str", NoneType: "none"},
+    **{int: "int", float: "float", bool: "bool", str: "str", NoneType: "none"},
     **dict.fromkeys((list, tuple, set, Sequence, Iterable, Collection), "list"),
     **dict.fromkeys((dict, Mapping, MutableMapping), "dict"),
     Duration: "duration",
@@ -102,6 +105,8 @@ class ValueType:
     """The type of the keys of a mapping; `None` if it has none."""
     positions: tuple[ValueType, ...] = ()
     """The type of each element, for a tuple of a fixed length."""
+    classes: tuple[type, ...] = ()
+    """The other classes; text can only stand for a path, or name a member of an enumeration, a dtype or a device."""
 
     def __or__(self, other: ValueType) -> ValueType:
         if self.kinds is None or other.kinds is None:
@@ -109,11 +114,13 @@ class ValueType:
         element = self.element | other.element if self.element and other.element else self.element or other.element
         key = self.key | other.key if self.key and other.key else self.key or other.key
         positions = () if "list" in self.kinds & other.kinds else self.positions or other.positions
-        return ValueType(self.kinds | other.kinds, self.choices + other.choices, element, key, positions)
+        classes = self.classes + other.classes
+        return ValueType(self.kinds | other.kinds, self.choices + other.choices, element, key, positions, classes)
 
     def __str__(self) -> str:
         kinds = self.kinds or frozenset()
         words = [as_typed(choice) for choice in self.choices]
+        words += [word for found in self.classes for word in _description(found)]
         words += [_WORDS[kind] for kind in _WORDS if kind in kinds and not (kind == "str" and "duration" in kinds)]
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "anything"
 
@@ -129,15 +136,30 @@ class ValueType:
             return _duration_error(value)
         if kind in kinds or (kind == "int" and "float" in kinds):
             return self._element_error(value)
-        near = nearest(str(value), [str(choice) for choice in self.choices])
+        if any(_accepts(found, value) for found in self.classes):
+            return None
+        names = [name for found in self.classes for name in [*_members(found), *_member_values(found)]]
+        near = nearest(str(value), [*map(str, self.choices), *names])
         if kind == "float" and value.is_integer() and "int" in kinds:
             near = f" Write {int(value)}."
         if "str" in kinds and kind in ("int", "float", "bool"):
             near = f" For text, write '\"{as_typed(value)}\"'."
             if is_key:  # Hydra's grammar has no quoted keys
                 near = f" For text, quote it in a YAML file, or set the key that ends in '.{as_typed(value)}'."
-        must_be = f"is not {self}" if self.choices else f"is {_WORDS[kind]}, but must be {self}"
+        must_be = f"is not {self}" if self.choices or names else f"is {_WORDS[kind]}, but must be {self}"
         return f"{as_typed(value)} {must_be}.{near}"
+
+    def objects(self, value: Any) -> Any:
+        """Return a value with the objects that its texts stand for; text that is accepted as text stays text."""
+        if isinstance(value, list):
+            types = self.positions or [self.element or ANYTHING] * len(value)
+            return [kind.objects(item) for kind, item in zip(types, value, strict=False)]
+        if isinstance(value, Mapping) and "_target_" not in value:
+            key, element = self.key or ANYTHING, self.element or ANYTHING
+            return {key.objects(name): element.objects(item) for name, item in value.items()}
+        if self.kinds is None or _KINDS.get(type(value), "") in self.kinds:
+            return value
+        return next((made for found in self.classes if (made := _object(found, value)) is not None), value)
 
     def _element_error(self, value: Any) -> str | None:
         """Return the error of the first key or element that is not accepted, or of the number of elements."""
@@ -164,6 +186,59 @@ def _duration_error(value: Any) -> str | None:
 
 
 ANYTHING = ValueType(None)
+
+
+def _accepts(found: type, value: Any) -> bool:
+    """Return True if a plain value stands for an object of a class, or if only its constructor can tell."""
+    is_named = issubclass(found, os.PathLike) or bool(_members(found))
+    is_never = isinstance(value, str) or (is_dataclass(found) and isinstance(value, Mapping))
+    return (not is_named and not is_never) or _object(found, value) is not None
+
+
+def _object(found: type, value: Any) -> Any:
+    """Return the object of a class that a plain value stands for; `None` if there is none."""
+    if issubclass(found, Enum):
+        if isinstance(value, str) and value in found.__members__:
+            return found[value]
+        with suppress(ValueError):
+            return None if isinstance(value, bool) else found(value)
+    elif isinstance(value, str) and issubclass(found, os.PathLike):
+        return Path(value)
+    elif isinstance(value, str) and found is _of_torch("dtype") and value.removeprefix("torch.") in _members(found):
+        return _of_torch(value.removeprefix("torch."))
+    elif isinstance(value, str) and found is _of_torch("device"):
+        with suppress(RuntimeError):
+            return found(value)
+    return None
+
+
+def _members(found: type) -> list[str]:
+    """Return the names of all objects of a class, if it has names for them."""
+    if issubclass(found, Enum):
+        return list(found.__members__)
+    is_dtype = found is _of_torch("dtype")
+    return [name for name, value in vars(sys.modules["torch"]).items() if type(value) is found] if is_dtype else []
+
+
+def _member_values(found: type) -> list[str]:
+    return [member.value for member in found if isinstance(member.value, str)] if issubclass(found, Enum) else []
+
+
+def _of_torch(name: str) -> Any:
+    """Return an attribute of torch; of a type of its own if torch is not imported, for then no annotation names it."""
+    return getattr(sys.modules.get("torch"), name, NotImplemented)
+
+
+def _description(found: type) -> list[str]:
+    if issubclass(found, os.PathLike):
+        return ["a path"]
+    if issubclass(found, Enum):
+        return _members(found)
+    if found is _of_torch("dtype"):
+        return ["a dtype such as bfloat16"]
+    if found is _of_torch("device"):
+        return ["a device such as cuda:0"]
+    return ["a class (by _target_)" if found is type else f"an object of {found.__qualname__} (by _target_)"]
 
 
 @dataclass(frozen=True)
@@ -252,6 +327,20 @@ def signature_of(target: str) -> Signature:
     }
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     return Signature(found, parameters, accepts_any, summary)
+
+
+def with_objects(node: Any) -> Any:
+    """Return a config with the paths, members of enumerations, dtypes and devices that texts in arguments stand for."""
+    if isinstance(node, list):
+        return [with_objects(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    parameters: Mapping[str, Parameter] = {}
+    if "_target_" in node:
+        with suppress(TargetError):
+            parameters = signature_of(str(node["_target_"])).parameters
+    types = {name: parameters[name].type if name in parameters else ANYTHING for name in node}
+    return {name: with_objects(types[name].objects(value)) for name, value in node.items()}
 
 
 def as_typed(value: Any) -> str:
@@ -346,6 +435,8 @@ def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
 def _type_of_class(found: Any, arguments: Sequence[Any], namespace: Mapping[str, Any]) -> ValueType:
     """Return the type of a class with the `arguments` in its brackets; one that is no plain value accepts anything."""
     kind = _KINDS.get(found)
+    if kind is None and _is_class(found) and not issubclass(found, str):
+        return ValueType(frozenset(), classes=(found,))
     if kind not in ("list", "dict"):
         return ValueType(frozenset({kind})) if kind else ANYTHING
     types = [ANYTHING if _is_unpacked(part) else _value_type(part, namespace) for part in arguments if part is not ...]
@@ -376,12 +467,21 @@ def _classes(annotation: Any, namespace: Mapping[str, Any]) -> tuple[type, ...] 
         own = (origin,) if origin in _CONTAINERS else ()
         return None if None in parts else own + tuple(kind for part in parts for kind in part or ())
     kind = NoneType if annotation is None else origin or annotation
-    accepts_any = kind in (Any, Callable, inspect.Parameter.empty, object, type)
+    return (kind,) if kind is not type and _is_class(kind) else None
+
+
+def _is_class(kind: Any) -> bool:
+    """Return True for a class to which not every object with the right methods or keys belongs."""
     is_structural = is_typeddict(kind) or getattr(kind, "_is_protocol", False)
-    return (kind,) if isinstance(kind, type) and not accepts_any and not is_structural else None
+    accepts_any = kind in (Any, Callable, inspect.Parameter.empty, object)
+    return isinstance(kind, type) and not accepts_any and not is_structural
 
 
 def _plain(default: Any) -> Any:
+    if isinstance(default, Enum):
+        return default.name
+    if isinstance(default, os.PathLike):
+        return os.fspath(default)
     try:
         return json.loads(json.dumps(default, allow_nan=False))
     except (TypeError, ValueError):

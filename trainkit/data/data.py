@@ -51,6 +51,7 @@ class StageData:
     pin_memory: bool
     sampler: Sampler[int] | None = None
     persistent_workers: bool = True
+    seed_samples: bool = True
     start_worker: StartWorker = start_worker
     lengths: Sequence[int] | None = None
     """One length for each sample, to group samples of similar length."""
@@ -87,16 +88,19 @@ class Data:
     `StatefulDataLoader` of torchdata is read as a `DataLoader`, and a `torchdata.nodes.Loader` as an `IterableDataset`
     with a state.
 
-    A map-style dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`. The seed
-    follows from the run's seed, the epoch and the index alone, so random augmentation that draws from it is the same
-    for any number of workers and ranks, any strategy, and after a resume:
+    What a map-style dataset draws from the global generators of python, numpy and torch is seeded before each sample,
+    by the run's seed, the epoch and the index alone; so random augmentation is the same for any number of workers and
+    ranks, any strategy, and after a resume. Where an order repeats samples within an epoch, the position in it takes
+    the place of the index. What a collate function draws is seeded by its first sample, and differs with the number
+    of ranks. With `seed_samples=False` the dataset draws from the generators of the process, or of workers that seed
+    them for each micro-batch. An evaluation always counts as epoch 0.
+
+    A dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`, to seed another
+    generator:
 
         def get_sample(self, index, seed):
             generator = torch.Generator().manual_seed(seed)
             return self.images[index] + 0.1 * torch.randn(self.shape, generator=generator), self.labels[index]
-
-    Without it, worker processes seed python, numpy and torch for each micro-batch, from its first index and the epoch.
-    An evaluation always counts as epoch 0.
 
     `validation` and `test` may also be several datasets by name, with metrics `validation/<name>/loss`. For training,
     `Mixture` and `Sequential` combine several datasets, and `Packed` makes rows of short sequences. `lengths`, one
@@ -127,6 +131,7 @@ class Data:
         sample_weights: Sequence[float] | Tensor | None = None,
         balance_classes: bool | Sequence[Any] | Tensor = False,
         seed: int | None = None,
+        seed_samples: bool = True,
     ) -> None:
         for name, size in (("batch_size", batch_size), ("evaluation_batch_size", evaluation_batch_size)):
             if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -149,6 +154,7 @@ class Data:
         self.sample_weights = None if sample_weights is None else check_sample_weights(sample_weights)
         self.balance_classes = balance_classes
         self.seed = seed
+        self.seed_samples = seed_samples
         self._class_weights: Tensor | None = None  # computed when training data is first read
         self._datasets = {"train": train, "validation": validation, "test": test, "predict": predict}
 
@@ -207,6 +213,7 @@ class Data:
             pin_memory=source.pin_memory,
             sampler=sampler,
             persistent_workers=self.persistent_workers,
+            seed_samples=self.seed_samples,
             start_worker=start,
             lengths=self.lengths if is_train else None,
             sample_weights=self._weights_of(dataset) if is_train else None,

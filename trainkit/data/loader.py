@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_collate
 
 from trainkit.data.batch import MicroBatch, ShardsData, StepBatch
 from trainkit.data.data import StageData
@@ -35,16 +35,16 @@ from trainkit.data.order import (
     SamplerOrder,
     WeightedOrder,
     fingerprint,
-    sample_seed,
 )
 from trainkit.data.readers import (
     Request,
+    SampleReader,
     StreamPosition,
     WorkerIterator,
     WorkerPool,
     collate,
-    get_sample_of,
     make_reader,
+    of_item,
     request_seed,
     state_of,
 )
@@ -217,8 +217,11 @@ class MapBatchLoader(BatchLoader):
                 "resumed run reads it by index alone.",
                 type(stage_data.dataset).__name__,
             )
-        self._reader = make_reader(stage_data.dataset, stage_data.collate_fn, seed=self.seed)
+        self._reader = make_reader(
+            stage_data.dataset, stage_data.collate_fn, seed=self.seed, seed_samples=stage_data.seed_samples
+        )
         self.order: Order = make_order(stage_data, seed=self.seed)
+        self._repeats_samples = not isinstance(self.order, GlobalOrder | LengthGroupedOrder)  # within an epoch
         self._sampler = strategy.sampler(stage_data.dataset, self.order)
         length = self.order.num_samples
         if self.limit is not None:
@@ -230,13 +233,13 @@ class MapBatchLoader(BatchLoader):
             epoch = 0
         length, size = self.epoch_length, self._step_items
         starts = range(position, length, size)
-        steps = (self._split(self._sampler.shard(epoch, start, min(start + size, length))) for start in starts)
+        steps = (self._split(self._samples(epoch, start, min(start + size, length))) for start in starts)
         for start, micro_batches in zip(starts, self._read(epoch, steps), strict=True):
             stop = min(start + size, length)
             yield StepBatch(micro_batches, stop - start, stop - start, stop == length)
 
     def batches(self) -> Iterator[MicroBatch]:
-        chunks = self._split(self._sampler.shard(0, 0, self.epoch_length))
+        chunks = self._split(self._samples(0, 0, self.epoch_length))
         for micro_batches in self._read(0, ([chunk] for chunk in chunks)):
             yield from micro_batches
 
@@ -251,25 +254,32 @@ class MapBatchLoader(BatchLoader):
     def close(self) -> None:
         self._pool = None
 
+    def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
+        """Return this rank's indices, in a first row of two if they can repeat: the second has their positions."""
+        indices = self._sampler.shard(epoch, start, stop)
+        if not self._repeats_samples:
+            return indices
+        return torch.stack([indices, torch.arange(start + self.rank, stop, self.world_size)])
+
     def _split(self, indices: Tensor) -> list[Tensor]:
         """Return the indices of each micro-batch."""
-        size = self._plan.micro_batch_size
-        return [indices] if 0 < len(indices) <= size else list(indices.split(size)) if len(indices) else []
+        size, count = self._plan.micro_batch_size, indices.shape[-1]
+        return [indices] if 0 < count <= size else list(indices.split(size, dim=-1)) if count else []
 
     def _read(self, epoch: int, steps: Iterator[list[Tensor]]) -> Iterator[list[MicroBatch]]:
         """Yield the micro-batches of each step, given their indices; read here or ahead by worker processes."""
         if self.stage_data.num_workers == 0:
             read = self._reader
             for step in steps:
-                yield [MicroBatch(read(indices, epoch), len(indices)) for indices in step]
+                yield [MicroBatch(read(indices, epoch), indices.shape[-1]) for indices in step]
             return
         sizes: deque[list[int]] = deque()  # samples of each micro-batch, for steps that are requested but not yielded
 
         def requests() -> Iterator[Request]:
             for step in steps:
-                sizes.append([len(indices) for indices in step])
+                sizes.append([indices.shape[-1] for indices in step])
                 for indices in step:
-                    yield Request(indices, request_seed(self.seed, epoch, int(indices[0])), epoch)
+                    yield Request(indices, request_seed(self.seed, epoch, int(indices.flatten()[0])), epoch)
 
         micro_batches: list[MicroBatch] = []
         for batch in self._workers().read(requests()):
@@ -305,9 +315,9 @@ class PreBatchedLoader(BatchLoader):
         super().__init__(stage_data, strategy, **settings)
         self.order: Order = make_order(stage_data, seed=self.seed)
         self._rows = RowSplitter(strategy)
-        self._get_sample = get_sample_of(stage_data.dataset)
-        self._convert = None if stage_data.collate_fn is default_collate else stage_data.collate_fn
-        self._is_default_convert = self._convert is default_convert
+        self._reader = SampleReader(
+            stage_data.dataset, of_item(stage_data.collate_fn), seed=self.seed, seed_samples=stage_data.seed_samples
+        )
         self.epoch_length = min(self.order.num_samples, self.limit or self.order.num_samples)
 
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
@@ -322,15 +332,7 @@ class PreBatchedLoader(BatchLoader):
         yield from self._rows.batches(self._item(index, 0) for index in range(self.epoch_length))
 
     def _item(self, index: int, epoch: int) -> Any:
-        if self._get_sample is None:
-            item = self.stage_data.dataset[index]
-        else:
-            item = self._get_sample(index, sample_seed(self.seed, epoch, index))
-        if self._convert is None:
-            return item
-        if self._is_default_convert and type(item) is list and all(type(element) is Tensor for element in item):
-            return item  # the conversion would return an equal list
-        return self._convert(item)
+        return self._reader.read([index], [index], epoch)
 
 
 class RowSplitter:

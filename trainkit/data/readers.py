@@ -20,6 +20,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    default_convert,
     get_worker_info,
 )
 from torch.utils.data._utils import worker
@@ -27,7 +28,7 @@ from torch.utils.data._utils import worker
 from trainkit.checkpoint.files import reason
 from trainkit.data.order import sample_seed
 from trainkit.errors import UserError
-from trainkit.rng import rng_state, seed_everything, set_rng_state
+from trainkit.rng import DrawSeeds, rng_state, seed_everything, set_rng_state
 
 _PIPES = 4  # files that the pipes of a worker hold open, and those of all workers together
 
@@ -37,23 +38,23 @@ StartWorker = Callable[[int], None]
 GetSample = Callable[[int, int], Any]
 """Takes an index and the seed for the randomness of that sample; returns the sample."""
 Reader = Callable[[Tensor, int], Any]
-"""Takes indices (int64, one dimension) and the epoch; returns the batch of the samples at these indices."""
+"""Takes indices (int64, one dimension) and the epoch; returns the batch of the samples at these indices.
+
+The indices may have a second row: their positions in the epoch, which seed samples that can come twice in it.
+"""
 
 
-def make_reader(dataset: Any, collate_fn: Collate, *, seed: int = 0) -> Reader:
+def make_reader(dataset: Any, collate_fn: Collate, *, seed: int = 0, seed_samples: bool = True) -> Reader:
     """Return the fastest reader whose batches equal those of `collate_fn` over single samples.
 
     A dataset's `get_sample` is preferred to its `__getitems__`, and that to its `__getitem__`. `seed` is the run's.
     """
-    get_sample = get_sample_of(dataset)
-    if get_sample is not None:
-        return partial(read_seeded, get_sample, collate_fn, seed)
-    if collate_fn is default_collate:
+    if collate_fn is default_collate and get_sample_of(dataset) is None:
         if type(dataset) is TensorDataset:
             return partial(read_rows, dataset.tensors, None)
         if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
             return partial(read_rows, dataset.dataset.tensors, torch.as_tensor(dataset.indices, dtype=torch.int64))
-    return partial(read_samples, dataset, collate_fn, getattr(dataset, "__getitems__", None))
+    return SampleReader(dataset, collate_fn, seed=seed, seed_samples=seed_samples)
 
 
 def get_sample_of(dataset: Any) -> GetSample | None:
@@ -71,20 +72,86 @@ def _get_from_subset(get_sample: GetSample, indices: Sequence[int], index: int, 
 
 def read_rows(tensors: Sequence[Tensor], subset: Tensor | None, indices: Tensor, epoch: int) -> list[Tensor]:
     """Gather the rows of each tensor in one operation; return a list, as `default_collate` makes of tuples."""
+    if indices.dim() == 2:
+        indices = indices[0]
     if subset is not None:
         indices = subset[indices]
     return [tensor.index_select(0, indices) for tensor in tensors]
 
 
-def read_samples(dataset: Any, collate_fn: Collate, getitems: Any, indices: Tensor, epoch: int) -> Any:
-    """Read by the dataset's `__getitems__` if it has one, else sample by sample."""
-    wanted = indices.tolist()
-    return collate(collate_fn, getitems(wanted) if getitems else [dataset[index] for index in wanted])
+class SampleReader:
+    """Reads samples and collates them; what they draw depends only on the run's seed, the epoch and the index.
+
+    Before each sample it seeds the global generators that reading draws from, and again before the collate function.
+    The draws of the process itself do not depend on what is read.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate, *, seed: int, seed_samples: bool = True) -> None:
+        self._dataset, self._collate_fn, self._seed = dataset, collate_fn, seed
+        self._get_sample = get_sample_of(dataset)
+        self._getitems = None if self._get_sample else getattr(dataset, "__getitems__", None)
+        self._gives_samples = True  # of `__getitems__`: one for each index
+        draws_nothing = type(dataset) in (list, tuple) and collate_fn in (default_collate, _item, _converted_item)
+        self._finds_draws = seed_samples and not draws_nothing
+        self._draws = DrawSeeds()
+
+    def __call__(self, indices: Tensor, epoch: int) -> Any:
+        """Return the batch of the samples at `indices`."""
+        rows = indices.tolist()
+        wanted, numbers = rows if indices.dim() == 2 else (rows, rows)
+        return self.read(wanted, numbers, epoch)
+
+    def read(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
+        """Return the batch of the samples at `indices`, of which the numbers give the seeds."""
+        if self._finds_draws:
+            return self._draws.call(self._read, indices, numbers, epoch)
+        return self._read(indices, numbers, epoch)
+
+    def _read(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
+        samples = self._samples(indices, numbers, epoch)
+        if self._draws.drawn:
+            self._draws.seed(sample_seed(self._seed, epoch, ~numbers[0]))  # a number that no sample has
+        return collate(self._collate_fn, samples)
+
+    def _samples(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
+        is_drawing = bool(self._draws.drawn)
+        if self._getitems is not None and not (is_drawing and self._gives_samples):
+            self._draws.seed(sample_seed(self._seed, epoch, numbers[0]))
+            samples = self._getitems(indices)
+            self._gives_samples = isinstance(samples, Sequence) and len(samples) == len(indices)
+            return samples
+        if self._get_sample is None and not is_drawing:
+            return [self._dataset[index] for index in indices]
+        seeds = [sample_seed(self._seed, epoch, number) for number in numbers]
+        return [self._sample(index, seed) for index, seed in zip(indices, seeds, strict=True)]
+
+    def _sample(self, index: int, seed: int) -> Any:
+        self._draws.seed(seed)
+        if self._get_sample is not None:
+            return self._get_sample(index, seed)
+        return self._dataset[index] if self._getitems is None else self._getitems([index])[0]
 
 
-def read_seeded(get_sample: GetSample, collate_fn: Collate, seed: int, indices: Tensor, epoch: int) -> Any:
-    """Read by `get_sample`, with seeds that depend only on the run's seed, the epoch and the index."""
-    return collate(collate_fn, [get_sample(index, sample_seed(seed, epoch, index)) for index in indices.tolist()])
+def of_item(convert: Collate) -> Collate:
+    """Return the collate function of a pre-batched dataset, whose items are read one by one."""
+    if convert is default_collate:
+        return _item
+    return _converted_item if convert is default_convert else partial(_only, convert)
+
+
+def _item(items: list[Any]) -> Any:
+    return items[0]
+
+
+def _converted_item(items: list[Any]) -> Any:
+    item = items[0]
+    if type(item) is list and all(type(element) is Tensor for element in item):
+        return item  # the conversion would return an equal list
+    return default_convert(item)
+
+
+def _only(convert: Collate, items: list[Any]) -> Any:
+    return convert(items[0])
 
 
 def collate(collate_fn: Collate, samples: list[Any]) -> Any:
@@ -117,6 +184,7 @@ class Request(NamedTuple):
     """The samples of one micro-batch, for a worker to read."""
 
     indices: Tensor
+    """As a `Reader` takes them."""
     seed: int
     """Seed of python, numpy and torch in the worker while it reads."""
     epoch: int = 0

@@ -11,7 +11,7 @@ from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -133,7 +133,6 @@ class LightningTask(TaskModule):
         module.configure_model()
         self.module = module
         self.hooks = LightningHooks(module, self.trainer_proxy)
-        self._kept_in_eval: list[nn.Module] = []
         if self.manual:
             self.configure_phases = self._phases  # type: ignore[method-assign] # a module declares phases only then
 
@@ -148,20 +147,6 @@ class LightningTask(TaskModule):
                 "compile={'blocks': ['module.*']}."
             )
         self.module.compile(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> LightningTask:
-        """Change the mode, but leave modules in evaluation mode that were so before the last `eval`, as Lightning does.
-
-        A new task is in training mode, whatever the modes of its modules.
-        """
-        if mode == self.training:
-            return self
-        if not mode:
-            self._kept_in_eval = [each for each in self.module.modules() if not each.training]
-        super().train(mode)
-        for each in self._kept_in_eval if mode else ():
-            each.training = False
-        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningTask:
         """Move or convert the module, and let `self.device` and `self.dtype` say so, which Lightning sets in `to`."""

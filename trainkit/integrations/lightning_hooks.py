@@ -25,6 +25,7 @@ from trainkit.metrics.sync import (
     states_on_host,
 )
 from trainkit.strategy import metric_modules
+from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
     from trainkit.loops.run import Run
@@ -199,7 +200,7 @@ class LightningHooks(Callback):
             self._start_fit(run)
         self._proxy.sanity_checking = stage == "sanity"
         self._proxy.batch, self._proxy.loader = -1, 0
-        with _evaluating(run.task):
+        with evaluation_mode(run.task), torch.no_grad():  # as in Lightning
             if not run.phase_optimizers and MOMENTS[stage] not in self._proxy.set_up:
                 self._module.setup(MOMENTS[stage])
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_start")()
@@ -214,7 +215,7 @@ class LightningHooks(Callback):
                 metrics.update(numbers_of(logged))
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        with _evaluating(run.task):
+        with evaluation_mode(run.task), torch.no_grad():  # as in Lightning
             if stage == "predict":
                 self._module.on_predict_epoch_end()
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_end")()
@@ -275,18 +276,6 @@ class LightningHooks(Callback):
         if metrics:
             assert run.means is not None
             run.means.add([read_evaluation_output(metrics, 1, run.task, hook)], step=run.state.step)
-
-
-@contextmanager
-def _evaluating(task: TaskModule) -> Iterator[None]:
-    """Evaluation mode, without gradients, as Lightning's hooks around an evaluation have them."""
-    was_training = task.training
-    task.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        task.train(was_training)
 
 
 def overrides(module: Any, hook: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainkit.logger import HyperParameter, Logger, hyperparameters, truncate
 from trainkit.loggers.media import Histogram
 from trainkit.model.graph import ModelGraph
+from trainkit.rng import SavedGenerators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,7 @@ class SafeLogger(Logger):
 
     The first failure is one warning that names the logger. Every later write tries again; after ten failures in a row,
     or if it cannot be opened, the logger is switched off. The number of dropped writes is reported when the run ends.
+    What a logger draws (the name of a run) does not change the draws of training.
     """
 
     def __init__(self, inner: Logger) -> None:
@@ -38,12 +40,14 @@ class SafeLogger(Logger):
         """Writes that were dropped."""
         self._name = type(inner).__name__
         self._is_open = False
+        self._generators = SavedGenerators()
 
     def open(self, folder: Path, *, step: int) -> None:
         self._is_open, self._is_off, self._warned_slow = True, False, False
         self.failures = self._in_a_row = 0
         try:
-            self.inner.open(folder, step=step)
+            with self._generators:
+                self.inner.open(folder, step=step)
         except Exception as error:
             self._is_off = True
             logger.warning("%s cannot be opened (%s); training goes on without it.", self._name, _reason(error))
@@ -88,7 +92,8 @@ class SafeLogger(Logger):
             return
         began = time.monotonic()
         try:
-            call()
+            with self._generators:
+                call()
         except Exception as error:
             self._count_failure(error)
             return

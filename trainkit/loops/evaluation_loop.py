@@ -15,6 +15,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import detach_metrics
 from trainkit.rng import preserve_rng
 from trainkit.strategy import evaluation_batches, metric_modules
+from trainkit.task import evaluation_mode
 from trainkit.tree import concatenate
 
 
@@ -92,14 +93,9 @@ class EvaluationLoop:
         progress = EvaluationProgress(self._stage, sum(known) if len(known) == len(self.loaders) else None)
         run.evaluation = progress
         run.emit("on_evaluation_start", self._stage)
-        modes = [(module, module.training) for module in run.task.modules()]
-        run.task.eval()
         try:
             # Not inference mode: a tensor that a model caches in it could not be used in training later.
-            with preserve_rng(), torch.no_grad():
+            with evaluation_mode(run.task), preserve_rng(), torch.no_grad():
                 yield progress
         finally:
             run.evaluation = None
-            # Not by `train()`, which would also put a frozen backbone into training mode.
-            for module, mode in modes:
-                module.training = mode

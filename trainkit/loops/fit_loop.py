@@ -263,8 +263,8 @@ class FitLoop:
         for phase, norm in self._step.grad_norms.items():
             metrics[_metric_name(phase, "grad_norm")] = float(norm)
         for phase_optimizer in run.phase_optimizers:
-            if phase_optimizer.skipped_steps is not None:
-                metrics[_metric_name(phase_optimizer.phase, "skipped_steps")] = float(phase_optimizer.skipped_steps)
+            for name, value in phase_optimizer.measured().items():
+                metrics[_metric_name(phase_optimizer.phase, name)] = value
         run.emit("on_log", metrics)
         run.log(metrics)
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.rng import preserve_rng
+from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer import PhaseOptimizer
@@ -25,23 +26,25 @@ if TYPE_CHECKING:
 def module_scopes(root: nn.Module) -> Iterator[list[str]]:
     """Put modules into evaluation mode, and yield a list with the names of those that run, the innermost last.
 
-    At the end of the block modes and random generators are restored.
+    At the end of the block modes, buffers and random generators are restored.
     """
     scopes: list[str] = []
     handles: list[Any] = []
-    modes = {module: module.training for module in root.modules()}
+    written = [buffer for buffer in root.buffers() if buffer.layout is torch.strided]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in written]
     for name, module in root.named_modules():
         handles += [
             module.register_forward_pre_hook(partial(_enter, scopes, name)),
             module.register_forward_hook(partial(_leave, scopes), always_call=True),
         ]
-    root.eval()
     try:
-        with preserve_rng():
+        with evaluation_mode(root), preserve_rng():
             yield scopes
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        with torch.no_grad():
+            for buffer, values in buffers:
+                if not torch.equal(buffer, values):  # a write would count as a change
+                    buffer.copy_(values)
         for handle in handles:
             handle.remove()
 

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any, Literal
 
@@ -232,10 +233,10 @@ class PhaseOptimizer:
         """Step the optimizer; with `skip_nonfinite` a step whose norm is not finite or a spike changes nothing."""
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
+            # Torch's flags of the devices, which decide whether the step is made; `update` forgets them.
+            flags = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values()
+            self._count(torch.stack([flag.to(self.parameters[0].device) for flag in flags]).sum() > 0)
             self._scaler.update()
-            if self.skip_nonfinite and norm is not None:
-                self.skipped = ~torch.isfinite(norm)
-                self.skipped_on_host = _if_on_host(self.skipped)
         elif self.skip_nonfinite:
             assert norm is not None
             self._update_if_finite(norm)
@@ -245,6 +246,11 @@ class PhaseOptimizer:
             self.optimizer.step()
         else:
             self._plain_step(self.optimizer)
+
+    def measured(self) -> dict[str, float]:
+        """Return the number of skipped steps and the scale of fp16, if there are any; waits for the device."""
+        measured = {} if self.skipped_steps is None else {"skipped_steps": float(self.skipped_steps)}
+        return measured if self._scaler is None else {**measured, "loss_scale": self._scaler.get_scale()}
 
     def zero_grad(self) -> None:
         """Leave every parameter without a gradient."""
@@ -316,18 +322,23 @@ class PhaseOptimizer:
 
     def _update_if_finite(self, norm: Tensor) -> None:
         bad = ~torch.isfinite(norm) if self.spikes is None else self.spikes.is_spike(norm)
-        self.skipped, found = bad, bad.to(torch.float32)
-        self.skipped_steps = found if self.skipped_steps is None else self.skipped_steps + found
+        found = self._count(bad)
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Fused kernels read the flag on the device and write nothing if it is set.
             self.optimizer.found_inf = found  # type: ignore[attr-defined]
             self.optimizer.step()
-            self.skipped_on_host = _if_on_host(bad)
             return
         # Waits for the device: only fused kernels skip by themselves.
         self.skipped_on_host = bool(found)
         if not self.skipped_on_host:
             self.optimizer.step()
+
+    def _count(self, skipped: Tensor) -> Tensor:
+        """Note on the device whether a step is skipped; return the flag as a number."""
+        number = skipped.to(torch.float32)
+        self.skipped, self.skipped_on_host = skipped, _if_on_host(skipped)
+        self.skipped_steps = number if self.skipped_steps is None else self.skipped_steps + number
+        return number
 
 
 def configure_optimizers(
@@ -393,15 +404,19 @@ def _configured(task: TaskModule, method: str, total_steps: int | None) -> Any:
         )
     try:
         return declare() if parameter is None else declare(total_steps=total_steps)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         if "empty parameter list" in str(error):
             of = f"the optimizer of {type(task).__name__}"
             raise UserError(f"{of} has no parameters; pass self.parameters().") from None
         if isinstance(error, UserError) or not raising_module(error).startswith("torch.optim"):
             raise
         refused = str(error).rpartition(": ")[2]
-        parameters = inspect.signature(type(task)).parameters
-        keys = [f"task.{name}" for name in parameters if str(vars(task).get(name)) == refused]
+        given = {f"task.{name}": vars(task).get(name) for name in inspect.signature(type(task)).parameters}
+        for name, value in list(given.items()):
+            if isinstance(value, partial):  # of a node with `_partial_`
+                given |= {f"{name}.{key}": argument for key, argument in value.keywords.items()}
+        is_text = isinstance(error, TypeError)  # where a number is needed; the message does not have the value
+        keys = [key for key, value in given.items() if (isinstance(value, str) if is_text else str(value) == refused)]
         of = f" of {' or '.join(keys)}" if keys else ""
         raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value{of}.") from error
 

@@ -68,8 +68,11 @@ def say(text: str) -> None:
 def show(table: Table) -> None:
     """Write a table, with colours on a terminal."""
     if on_terminal():
-        terminal().print(printable(table.title), style="bold", markup=False)
-        terminal().print(_drawn(table))
+        from trainkit.rng import SavedGenerators  # here, as `--help` does not wait for torch
+
+        with SavedGenerators():  # `rich` draws from python's generator when it is imported
+            terminal().print(printable(table.title), style="bold", markup=False)
+            terminal().print(_drawn(table))
     else:
         say(plain(table))
 
@@ -83,11 +86,14 @@ def terminal() -> Any:
 
 def plain(table: Table) -> str:
     """Return a table as lines without control characters, of any width."""
-    from rich.console import Console
+    from trainkit.rng import SavedGenerators
 
     text = StringIO()
-    console = Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False, force_jupyter=False)
-    console.print(_drawn(table))
+    with SavedGenerators():
+        from rich.console import Console
+
+        console = Console(file=text, width=_ANY_WIDTH, color_system=None, highlight=False, force_jupyter=False)
+        console.print(_drawn(table))
     return "\n".join([printable(table.title), *(line.rstrip() for line in text.getvalue().splitlines())])
 
 
