@@ -96,7 +96,7 @@ def shared_by_micro_batches(strategy: str, task: nn.Module, name: str) -> str:
 
 
 def can_be_followed(task: nn.Module) -> bool:
-    """Return True if the classes of the modules may be replaced for a step: none is compiled, or lists its subclasses."""
+    """Return True if the classes of modules may be replaced for a step: none is compiled or lists its subclasses."""
     # Private: torch has no question for whether a module is compiled.
     is_compiled = any(
         m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules()

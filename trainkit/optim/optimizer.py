@@ -235,7 +235,8 @@ class PhaseOptimizer:
             self._scaler.step(self.optimizer)
             # Torch's flags of the devices, which decide whether the step is made; `update` forgets them.
             flags = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values()
-            self._count(torch.stack([flag.to(self.parameters[0].device) for flag in flags]).sum() > 0)
+            device = next(iter(flags)).device  # a rank with few shards may have no parameters
+            self._count(torch.stack([flag.to(device) for flag in flags]).sum() > 0)
             self._scaler.update()
         elif self.skip_nonfinite:
             assert norm is not None
