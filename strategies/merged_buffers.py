@@ -48,11 +48,19 @@ class MergedBuffers:
                 self._tensors[name] = tensor
         return self._tensors
 
+    def _present(self, name: str) -> Tensor:
+        """Return the module's buffer, also if it got another shape."""
+        tensor = self._tables[name].get(name.rpartition(".")[2])
+        return self._tensors[name] if tensor is None else tensor
+
     def begin_step(self) -> None:
         """Keep the values from before the step of buffers that may have to be merged."""
         tensors = self.named() if self._last else {}
         for name, last in self._last.items():
-            last.copy_(tensors[name])
+            if last.shape == tensors[name].shape:
+                last.copy_(tensors[name])
+            else:  # a resume has given it the shape that was saved
+                self._last[name] = tensors[name].clone()
 
     def synchronize(self, comm: ProcessGroupCollectives, *, strategy: str) -> None:
         """Merge the buffers, or give them the values of the first rank, after a step; collective."""
@@ -61,12 +69,15 @@ class MergedBuffers:
             return
         if self._steps < FIRST_STEPS and self._last:
             names = list(self._last)
-            rows = comm.all_reduce(summands([[tensors[name]] for name in names])).tolist()
+            rows = comm.all_reduce(summands([[self._present(name)] for name in names])).tolist()
             merged = [n for n, sums in zip(names, rows, strict=True) if not are_equal(sums, num_ranks=comm.world_size)]
         else:
             merged = list(self._last)
         for name in merged:
             own, last = tensors[name], self._last[name]
+            if self._present(name).shape != last.shape:  # it grew by the samples of each rank
+                self._conflicts[name] = torch.tensor(True)
+                continue
             reduced = comm.reduce_in_place(bounds(own, last), "max", where="merging buffers")
             values, conflict = merge(reduced, last)
             if is_counted(own):

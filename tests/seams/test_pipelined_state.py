@@ -1,5 +1,6 @@
 """State that a pipelined step changes: what is sent to the next stage is that of its micro-batch."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -7,14 +8,11 @@ import torch
 from torch import nn
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
-from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, difference, trained
+from tests.seams.training import BOUND, Layers, difference
+from tests.strategies.pipeline.training import Training, step_batches
+from trainkit.testing import run_ranks
 
-
-@pytest.fixture(autouse=True)
-def _four_micro_batches(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = {"device": "cpu", "stages": 2, "accumulate": 4, "schedule": "gpipe", "verify": "off"}
-    monkeypatch.setitem(MAKE_STRATEGY, "pipeline", lambda: PipelineStrategy(split_points=["c"], **settings))
+SIZES = (2, 2, 2, 2)
 
 
 class Average(nn.Module):
@@ -53,18 +51,33 @@ class Averaged(Layers):
         average = self.inside(inputs)
         return nn.functional.mse_loss(self(inputs) + average.mean(), targets)
 
+    def batch(self, size, generator):
+        inputs = torch.randn(size, 8, generator=generator)
+        return inputs, inputs.sum(1, keepdim=True)
+
 
 class AveragedInAnObject(Averaged):
     kind = AverageInAnObject
 
 
+def weights_of_two_stages(make_task):
+    """Return the weights after two steps of four micro-batches, by the strategy alone: a run refuses such state."""
+    task = make_task()
+    strategy = PipelineStrategy(stages=2, device="cpu", schedule="gpipe", verify="off", split_points=["c"])
+    Training(task, strategy).run(step_batches(task, sizes=SIZES, num_steps=2))
+    weights = copy.deepcopy(strategy.state_dict(task))  # complete on rank 0
+    strategy.teardown()
+    return weights
+
+
 @pytest.mark.parametrize("make_task", [Averaged, AveragedInAnObject])
 def test_state_that_is_sent_is_that_of_its_micro_batch(make_task):
     task = make_task()
-    optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5)
-    for inputs, targets in batches():
-        for rows in range(0, 8, 2):
-            (task.training_step((inputs[rows : rows + 2], targets[rows : rows + 2])) / 4).backward()
+    optimizer = task.configure_optimizers()
+    for step in step_batches(task, sizes=SIZES, num_steps=2):
+        for micro_batch in step.micro_batches:
+            (task.training_step(micro_batch.batch) / len(SIZES)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert difference(trained("pipeline", make_task()), task.state_dict()) < BOUND
+    weights, _ = run_ranks(weights_of_two_stages, 2, make_task)
+    assert difference(weights, task.state_dict()) < BOUND

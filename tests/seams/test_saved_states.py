@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.single import SingleStrategy
 
 from tests.seams.training import BATCH_SIZE, BOUND, MAKE_STRATEGY, STEPS, Layers, batches, difference, samples
 from trainkit import Callback, Data, Trainer
@@ -53,6 +54,17 @@ class Growing(Layers):
         return loss
 
 
+class GrowingAlike(Growing):
+    """The same on all ranks: what it keeps does not depend on their samples."""
+
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.grown[-1] = len(self.grown)
+        self.latest = torch.full_like(self.latest, len(self.grown))
+        self.bank.rows = torch.full_like(self.bank.rows, len(self.grown))
+        return loss
+
+
 class Observer(Layers):
     """Scaled by the range of the weights, which an observer of channels follows; it has no shape at first."""
 
@@ -69,9 +81,9 @@ def fit(task, steps, *callbacks, resume=None, strategy="single", data=None, chec
     settings = {"loggers": [], "report": False, "num_sanity_batches": 0, "evaluate_every": None}
     where = {} if resume else {"run_dir": "run"}
     checkpoint = checkpoint or Checkpoint(every=None)
-    trainer = Trainer(
-        MAKE_STRATEGY[strategy](), max_duration=f"{steps}step", callbacks=[*callbacks, checkpoint], **settings, **where
-    )
+    # A buffer that grows in each micro-batch is refused where a step has several.
+    made = SingleStrategy(device="cpu") if strategy == "single" else MAKE_STRATEGY[strategy]()
+    trainer = Trainer(made, max_duration=f"{steps}step", callbacks=[*callbacks, checkpoint], **settings, **where)
     trainer.fit(task, data, resume=resume)
     return copy.deepcopy(task.state_dict())
 
@@ -84,8 +96,7 @@ def folder(tmp_path, monkeypatch):
 def plain_loop(task):
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.5)
     for inputs, targets in batches():
-        for part in zip(inputs.chunk(2), targets.chunk(2), strict=True):
-            (task.training_step(part) / 2).backward()
+        task.training_step((inputs, targets)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return task.state_dict()
@@ -107,10 +118,15 @@ def test_buffers_that_were_resized_are_resumed_and_evaluated(kind):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_buffers_that_were_resized_arrive_in_the_task_and_are_resumed_on_ranks(strategy):
-    trained = fit(Growing(), HALF, strategy=strategy)
+    trained = fit(GrowingAlike(), HALF, strategy=strategy)
     assert trained["grown"].shape == (1 + HALF,) and trained["latest"].shape == (8,)
-    resumed = fit(Growing(), STEPS, resume="run", strategy=strategy)
-    assert resumed["grown"].shape == (1 + STEPS,)
+    resumed = fit(GrowingAlike(), STEPS, resume="run", strategy=strategy)
+    assert resumed["grown"].tolist() == [0.0, *range(2, 2 + STEPS)]
+
+
+def test_a_buffer_that_grows_by_the_samples_of_a_rank_is_refused():
+    with pytest.raises(UserError, match=r"each rank has other values for (grown|bank\.rows), a buffer"):
+        fit(Growing(), HALF, strategy="ddp")
 
 
 def test_a_buffer_of_another_shape_than_the_settings_make_is_still_refused():

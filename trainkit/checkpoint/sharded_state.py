@@ -7,7 +7,7 @@ import mmap
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from trainkit.checkpoint.files import first_line
 from trainkit.errors import DamagedCheckpoint
-from trainkit.tree import tensors_in
 
 PLACE = "trainkit_shard"
 """The key of a placeholder under which the name of its tensor stands."""
@@ -119,8 +118,18 @@ class StoredTensor:
 
 def in_memory(state: Any) -> Any:
     """Return a copy of the state of a checkpoint with all of its tensors in memory."""
-    compressed = [t for t in tensors_in(state) if t.layout not in (torch.strided, torch.sparse_coo)]
-    return copy.deepcopy(state, {id(tensor): tensor.clone() for tensor in compressed})  # torch copies no such tensors
+    # Torch copies no compressed sparse tensors. Each container is visited once: a hostile file shares them.
+    copies: dict[int, Any] = {}
+    visited: set[int] = set()
+    rest = [state]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, Tensor) and value.layout not in (torch.strided, torch.sparse_coo):
+            copies[id(value)] = value.clone()
+        elif isinstance(value, (Mapping, list, tuple)) and id(value) not in visited:
+            visited.add(id(value))
+            rest += value.values() if isinstance(value, Mapping) else value
+    return copy.deepcopy(state, copies)
 
 
 def elements(saved: Tensor | StoredTensor, start: int, stop: int, *, like: Tensor) -> Tensor:
