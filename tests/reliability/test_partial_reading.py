@@ -213,7 +213,7 @@ class NothingIsMapped(Callback):
         self.mapped = reads.mapped
 
     def on_step_end(self, run: Any) -> None:
-        held = [*run.task.state_dict().values(), *tensors_in(run.phase_optimizer.optimizer.state)]
+        held = [*local_state(run.strategy, run.task).values(), *tensors_in(run.phase_optimizer.optimizer.state)]
         assert not any(self.mapped.is_mapped(tensor) for tensor in held)
 
 

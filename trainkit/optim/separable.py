@@ -59,7 +59,9 @@ def _name(hook: Any) -> str:
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
     is_chain = type(optimizer) is ChainedOptimizer
-    return (is_chain or type(optimizer).__module__.startswith("torch.optim.")) and _has_own_class_step(optimizer)
+    # With a dot, as the module of Muon is `torch.optim` itself.
+    is_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return (is_chain or is_torch) and _has_own_class_step(optimizer)
 
 
 def _has_own_class_step(optimizer: Optimizer) -> bool:

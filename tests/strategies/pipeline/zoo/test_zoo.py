@@ -264,7 +264,8 @@ class _Replicated(Normalized):
 
     def training_step(self, batch):
         loss = super().training_step((batch[0] - self.mean, batch[1]))
-        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean(0)
+        # Of weights: what replicas keep of their own samples is refused.
+        self.mean = 0.9 * self.mean + 0.1 * self.layers[0].weight.detach().mean(0)
         self.count += 1
         loss = loss + self.teacher(batch[0]).square().mean()
         with torch.no_grad():
