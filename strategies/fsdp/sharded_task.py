@@ -23,13 +23,13 @@ from trainkit.checkpoint.sharded_state import StoredTensor, elements, in_memory
 from trainkit.distributed.collectives import broadcast
 from trainkit.errors import UserError
 from trainkit.model.deferred_init import Record, make_real, replace_content
+from trainkit.model.references import references_to
 from trainkit.model.transforms import modules_named
 from trainkit.strategy import named_state
 from trainkit.task import TaskModule
 from trainkit.tree import tensors_in
 
 from .parameter_shard import ParameterShard, like, refusal
-from .references import Reference, references
 from .unit_order import UnitOrder
 
 Units = Literal["auto"] | Sequence[str]
@@ -244,7 +244,8 @@ class ShardedTask:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) not in whole
         ]
-        self._references = _references_to(task, [original for _, _, original in self._originals])
+        originals = [original for _, _, original in self._originals]
+        self._references = references_to(task, originals, moved="which strategy=fsdp replaces by shards")
         self._root = _Root(task)
         self._is_whole = False
         self._is_in_pass = True  # until what was gathered is freed
@@ -701,30 +702,6 @@ def _refuse_copy(module: nn.Module, memo: Any) -> NoReturn:
 def has_rows(parameter: nn.Parameter) -> bool:
     """Return True if there is something to shard."""
     return parameter.dim() > 0 and (parameter.is_meta or parameter.numel() > 0)
-
-
-def _references_to(task: nn.Module, parameters: Sequence[nn.Parameter]) -> list[Reference]:
-    """Return the attributes with parameters; raises UserError for other tensors in the memory of one."""
-    ids = {id(parameter) for parameter in parameters}
-    found = [(reference, reference.tensors()) for reference in references(task)]
-    spans: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)  # by storage: first and last byte, id, name
-    others = [(reference.name, tensor) for reference, tensors in found for tensor in tensors]
-    for name, tensor in (*task.named_parameters(), *others):
-        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
-            continue
-        address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
-        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        first, last = (tensor.itemsize * int(tensor.storage_offset() + end) for end in (0, reach))
-        for other_first, other_last, other, other_name in spans[address] if address else ():
-            if other != id(tensor) and first <= other_last and other_first <= last:
-                raise UserError(
-                    f"{name} is in the memory of the parameter {other_name}, which strategy=fsdp replaces by shards: "
-                    "it would keep the first values. Let modules have one parameter (self.b.weight = self.a.weight), "
-                    "compute what derives from a weight in the step, or set strategy=ddp."
-                )
-        if id(tensor) in ids:
-            spans[address].append((first, last, id(tensor), name))
-    return [reference for reference, tensors in found if any(id(tensor) in ids for tensor in tensors)]
 
 
 def _outline(task: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype]]:

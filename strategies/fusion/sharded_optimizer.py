@@ -73,7 +73,8 @@ class ShardedOptimizer:
         self.optimizer, self.transport = optimizer, transport
         self._shards: list[_ParameterShard] = []
         self._of_buffer: dict[int, list[_ParameterShard]] = {}
-        self._moved: list[tuple[nn.Parameter, list[Tensor]]] = []  # with a view of each set of flat weights
+        # By buffer, the parameters with a view of each set of flat weights.
+        self._moved_of: dict[int, list[tuple[nn.Parameter, list[Tensor]]]] = defaultdict(list)
         self._copied: list[tuple[nn.Parameter, list[Tensor]]] = []
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._group_of = {id(p): number for number, params in enumerate(self._groups) for p in params}
@@ -103,7 +104,7 @@ class ShardedOptimizer:
             is_copied = any(view.data_ptr() % ALIGNMENT_BYTES for view in full)
             if not is_copied:
                 parameter.data = full[active]
-            (self._copied if is_copied else self._moved).append((parameter, full))
+            (self._copied if is_copied else self._moved_of[bucket.index]).append((parameter, full))
             group = self._group_of.get(id(parameter), -1)  # -1: the optimizer does not have it
             for start, stop in own if group >= 0 else []:
                 first, last = max(start, offset) - offset, min(stop, end) - offset
@@ -169,13 +170,21 @@ class ShardedOptimizer:
             self.optimizer.state.pop(shard.parameter, None)
         for parameter, _ in self._moved:
             parameter.data = parameter.data.clone()
-        self._moved, self._copied, self._shards, self._of_buffer = [], [], [], {}
+        self._moved_of.clear()
+        self._copied, self._shards, self._of_buffer = [], [], {}
+
+    @property
+    def _moved(self) -> list[tuple[nn.Parameter, list[Tensor]]]:
+        return [moved for of_buffer in self._moved_of.values() for moved in of_buffer]
 
     def _load_shards(self, buffer: int) -> None:
         """Copy the parameters' present values to this rank's shards of the next weights: callbacks may change them."""
         transport = self.transport
         sets, active, following = transport.weight_sets, transport.active_set, transport.next_set
         with torch.no_grad():
+            for parameter, views in self._moved_of[buffer]:
+                if parameter.data_ptr() != views[active].data_ptr():  # a callback has assigned `parameter.data`
+                    parameter.data = views[active].copy_(parameter)
             if following != active:
                 for start, stop in transport.own_ranges(buffer):
                     sets[following][buffer][start:stop].copy_(sets[active][buffer][start:stop])

@@ -17,6 +17,7 @@ from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import gather
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput
+from trainkit.model.references import references_to
 from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, named_state
@@ -174,6 +175,7 @@ class FusionStrategy(DDPStrategy):
             check_elementwise(members(phase_optimizer.optimizer), "shard_optimizer=true", remedy)
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
+            references_to(task, phase_optimizer.parameters, moved="which shard_optimizer=true moves to its buffers")
         if self.error_feedback and self.device.type != "cpu":
             raise UserError("error_feedback=true works on the CPU only; set strategy.error_feedback=false.")
         super().prepare_optimizer(task, phase_optimizer)

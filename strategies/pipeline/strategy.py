@@ -26,6 +26,7 @@ from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.model.carried_state import shared_by_micro_batches
 from trainkit.model.deferred_init import is_deferred, make_real
+from trainkit.model.references import references_to
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.optim.separable import coupled_by, step_hooks
@@ -282,6 +283,8 @@ class PipelineStrategy(MultiProcessStrategy):
             make_real(task)
         self.precision.prepare(task)
         check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts below could crash or hang
+        if self.mesh.stages > 1:
+            references_to(task, list(task.parameters()), moved="which lies on one stage only")
         everything = [tensor for tensor in named_state(task).values() if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()

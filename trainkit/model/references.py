@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from trainkit.errors import UserError
 
 _MAX_ITEMS, _MAX_DEPTH = 1000, 4
 """Of containers that are searched; longer ones are data."""
@@ -53,6 +57,33 @@ def references(task: nn.Module) -> Iterator[Reference]:
         for key in list(attributes):
             if key not in _OF_MODULES and not key.endswith("_hooks"):
                 yield from _references(attributes, key, f"{prefix}.{key}".lstrip("."), _MAX_DEPTH, seen)
+
+
+def references_to(task: nn.Module, parameters: Sequence[nn.Parameter], *, moved: str) -> list[Reference]:
+    """Return the places that have these parameters; raises UserError for other tensors in the memory of one.
+
+    `moved` tells why such a tensor would not follow its parameter.
+    """
+    ids = {id(parameter) for parameter in parameters}
+    places = [(reference, reference.tensors()) for reference in references(task)]
+    spans: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)  # by storage: first and last byte, id, name
+    others = [(reference.name, tensor) for reference, tensors in places for tensor in tensors]
+    for name, tensor in (*task.named_parameters(), *others):
+        if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
+            continue
+        address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        first, last = (tensor.itemsize * int(tensor.storage_offset() + end) for end in (0, reach))
+        for other_first, other_last, other, other_name in spans[address] if address else ():
+            if other != id(tensor) and first <= other_last and other_first <= last:
+                raise UserError(
+                    f"{name} is in the memory of the parameter {other_name}, {moved}: it would keep the first values. "
+                    "Let modules have one parameter (self.b.weight = self.a.weight), compute what derives from a "
+                    "weight in the step, or set strategy=ddp."
+                )
+        if id(tensor) in ids:
+            spans[address].append((first, last, id(tensor), name))
+    return [reference for reference, tensors in places if any(id(tensor) in ids for tensor in tensors)]
 
 
 def _references(table: Any, key: Any, name: str, depth: int, seen: set[int]) -> Iterator[Reference]:
