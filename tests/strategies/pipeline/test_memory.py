@@ -1,5 +1,6 @@
 """Memory that a plan predicts for a rank, against the bytes that a step allocates there."""
 
+import collections
 import itertools
 
 import pytest
@@ -46,7 +47,9 @@ def _live_bytes(tensors):
 
 def _predicted_and_allocated(optimizer, size, settings, replicas=1):
     """Return the plan's memory of this rank, and the bytes of what it holds and of what one step allocates at once."""
-    strategy = PipelineStrategy(stages=2, replicas=replicas, device="cpu", verify="off", **settings)
+    cuts = ["net.7", "net.13", "net.19"] if "stages_per_rank" in settings else ["net.13"]  # not where a busy CPU cuts
+    layout = {"stages": 2, "replicas": replicas, "split_points": cuts}
+    strategy = PipelineStrategy(device="cpu", verify="off", **layout, **settings)
     training = Training(make(_Wide, optimizer=optimizer), strategy, precision="fp32")
     batches = step_batches(
         _Wide,
@@ -102,11 +105,15 @@ def _predictions(cases, replicas):
 def test_the_predicted_memory_of_a_rank_is_what_a_step_takes(replicas, kinds):
     cases = list(itertools.product(("sgd", "momentum", "adamw"), (32, 512), kinds.values()))
 
-    for found in run_ranks(_predictions, 2 * replicas, cases, replicas, timeout=400):
-        for (optimizer, size, settings), (memory, held, kept, allocated) in zip(cases, found, strict=True):
+    found = run_ranks(_predictions, 2 * replicas, cases, replicas, timeout=400)
+    for (optimizer, size, settings), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
+        most = collections.defaultdict(int)  # shards of the optimizer differ: the largest is predicted
+        for memory, held, *_ in of_ranks:
+            most[memory.rank] = max(most[memory.rank], held)
+        for memory, _, kept, allocated in of_ranks:
+            held = most[memory.rank]
             where = f"{settings}, {optimizer}, {size} samples, rank {memory.rank} of {replicas} replicas"
-            is_sharded = "shard_optimizer" in settings  # the replica with most state is predicted
-            assert memory.parameters + memory.optimizer == pytest.approx(held, rel=0.1 if is_sharded else 0.01), where
+            assert memory.parameters + memory.optimizer == pytest.approx(held, rel=0.01), where
             assert memory.peak == pytest.approx(held + kept + allocated, rel=0.15), where
             assert memory.peak - held - kept == pytest.approx(allocated, rel=0.15), where
 
