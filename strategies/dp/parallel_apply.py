@@ -17,7 +17,11 @@ from trainkit.rng import python_rng_state
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-_ONLY_PARAMETERS = ("only change requires_grad flags of leaf variables", "(torch.nn.Parameter or None expected)")
+_ONLY_PARAMETERS = (
+    "only change requires_grad flags of leaf variables",
+    "(torch.nn.Parameter or None expected)",
+    "hooks cannot be registered on non-leaf tensors",
+)
 """What torch says of tensors that are not parameters."""
 
 
@@ -138,8 +142,8 @@ def _located(error: Exception, index: int, count: int, device: torch.device) -> 
     """
     if index > 0 and any(text in str(error) for text in _ONLY_PARAMETERS):
         changed = UserError(
-            "strategy=dp: a step freezes or assigns a parameter, which only replica 0 can do. Do it in a callback's "
-            f"on_step_end, or set strategy=ddp. Replica {index} of {count} raised: {error}"
+            "strategy=dp: a step freezes, assigns or hooks a parameter, which only replica 0 can do. Do it in a "
+            f"callback's on_step_end, or set strategy=ddp. Replica {index} of {count} raised: {error}"
         )
         changed.__cause__ = error
         return changed

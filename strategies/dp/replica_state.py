@@ -34,7 +34,8 @@ class ReplicaState:
     def merged(self, task: TaskModule, replicas: Sequence[TaskModule], step_name: str) -> Iterator[None]:
         """Merge at the end of the block what the replicas, of which the task is the first, have changed in it.
 
-        Raises UserError for values that cannot be merged, and for attributes that carry state from step to step.
+        Raises UserError for values that cannot be merged, for attributes that carry state from step to step, and for
+        hooks that the step registers on the gradients of parameters.
         """
         self._rounds[step_name] += 1
         number = self._rounds[step_name]
@@ -49,6 +50,7 @@ class ReplicaState:
                 stack.enter_context(attributes.recorded())
             yield
         where = f"{type(task).__name__}.{step_name}"
+        _check_hooks(replicas, where)
         if followed:  # the first step may fill caches
             carried = _differing([attributes.carried() for attributes in followed])
             if number == 3 and (names := sorted(carried & self._carried.get(step_name, set()))):
@@ -88,6 +90,17 @@ class ReplicaState:
             self._merged.add(name)
             with torch.no_grad():
                 replicas[0][name].copy_(merged)
+
+
+def _check_hooks(replicas: Sequence[TaskModule], where: str) -> None:
+    """Raise UserError if a replica's step hooked a gradient: the task's hook, for the sum of all, changes it again."""
+    for replica in replicas[1:]:
+        for name, copy in replica.named_parameters():
+            if copy._backward_hooks:
+                raise UserError(
+                    f"{where} registers a hook on the gradient of {name}, which each replica of strategy=dp would call "
+                    "before the one for the sum of all. Register it in the task's constructor, or set strategy=ddp."
+                )
 
 
 def _fixed_tensors(task: TaskModule) -> dict[str, Tensor]:

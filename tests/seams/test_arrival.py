@@ -86,6 +86,42 @@ class Counting(Layers):
         self.b.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
 
 
+class HooksInStep(Layers):
+    """Registers its hook in the first step, by a method of the parameter."""
+
+    method, is_hooked = "register_hook", False
+
+    def training_step(self, batch):
+        if not self.is_hooked:
+            self.is_hooked = True
+            getattr(self.a.weight, self.method)(lambda gradient: gradient * FACTOR)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("strategy", ("single", "ddp"))
+def test_a_hook_that_the_step_registers_works_on_every_rank(strategy):
+    def register(task):
+        if not task.is_hooked:
+            task.is_hooked = True
+            task.a.weight.register_hook(lambda gradient: gradient * FACTOR)
+
+    assert difference(trained(strategy, HooksInStep()), plain_loop(HooksInStep(), register)) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("register_hook", r"HooksInStep\.training_step registers a hook on the gradient of a\.weight"),
+        ("register_post_accumulate_grad_hook", "assigns or hooks a parameter, which only replica 0 can do"),
+    ],
+)
+def test_a_hook_that_replicas_of_one_process_would_call_twice_is_refused_by_name(method, message):
+    task = HooksInStep()
+    task.method = method
+    with pytest.raises(UserError, match=message):
+        trained("dp", task)
+
+
 @pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
 def test_hooks_of_modules_share_their_variables_on_every_rank(strategy):
     assert difference(trained(strategy, Counting()), plain_loop(Counting())) < BOUND

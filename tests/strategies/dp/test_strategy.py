@@ -567,8 +567,8 @@ class ChangesTrained(Perceptron):
     ("how", "message"),
     [
         ("written", r"ChangesTrained\.training_step changes .*bias, a trained parameter, which each replica would"),
-        ("frozen", "a step freezes or assigns a parameter, which only replica 0 can do"),
-        ("assigned", "a step freezes or assigns a parameter, which only replica 0 can do"),
+        ("frozen", "a step freezes, assigns or hooks a parameter, which only replica 0 can do"),
+        ("assigned", "a step freezes, assigns or hooks a parameter, which only replica 0 can do"),
     ],
 )
 def test_a_trained_parameter_that_the_step_changes_is_refused_by_name(make_trainer, how, message):
