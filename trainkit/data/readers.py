@@ -91,8 +91,8 @@ class SampleReader:
         self._get_sample = get_sample_of(dataset)
         self._getitems = None if self._get_sample else getattr(dataset, "__getitems__", None)
         self._gives_samples = True  # of `__getitems__`: one for each index
-        draws_nothing = type(dataset) in (list, tuple) and collate_fn in (default_collate, _item, _converted_item)
-        self._finds_draws = seed_samples and not draws_nothing
+        self._draws_nothing = type(dataset) in (list, tuple) and collate_fn in (default_collate, _item, _converted_item)
+        self._finds_draws = seed_samples
         self._draws = DrawSeeds()
 
     def __call__(self, indices: Tensor, epoch: int) -> Any:
@@ -103,6 +103,8 @@ class SampleReader:
 
     def read(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
         """Return the batch of the samples at `indices`, of which the numbers give the seeds."""
+        if self._draws_nothing:
+            return collate(self._collate_fn, [self._dataset[index] for index in indices])
         if self._finds_draws:
             return self._draws.call(self._read, indices, numbers, epoch)
         return self._read(indices, numbers, epoch)
