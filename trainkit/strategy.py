@@ -174,8 +174,6 @@ class Strategy:
         is_outdated = False
         for phase_optimizer in phase_optimizers:
             is_outdated |= phase_optimizer.follow_groups()
-        if not self._untrained:  # most tasks: a step of a small one is short
-            return is_outdated
         return is_outdated or any([parameter.requires_grad for parameter in self._untrained.values()])
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:

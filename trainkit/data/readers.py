@@ -103,7 +103,7 @@ class SampleReader:
 
     def read(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
         """Return the batch of the samples at `indices`, of which the numbers give the seeds."""
-        if self._draws_nothing:
+        if self._draws_nothing:  # without the calls below, which a step of a small task would notice
             return collate(self._collate_fn, [self._dataset[index] for index in indices])
         if self._finds_draws:
             return self._draws.call(self._read, indices, numbers, epoch)

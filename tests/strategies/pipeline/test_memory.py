@@ -110,10 +110,11 @@ def test_the_predicted_memory_of_a_rank_is_what_a_step_takes(replicas, kinds):
         most = collections.defaultdict(int)  # shards of the optimizer differ: the largest is predicted
         for memory, held, *_ in of_ranks:
             most[memory.rank] = max(most[memory.rank], held)
-        for memory, _, kept, allocated in of_ranks:
-            held = most[memory.rank]
+        for memory, held, kept, allocated in of_ranks:
             where = f"{settings}, {optimizer}, {size} samples, rank {memory.rank} of {replicas} replicas"
-            assert memory.parameters + memory.optimizer == pytest.approx(held, rel=0.01), where
+            is_sharded = "shard_optimizer" in settings
+            assert memory.parameters + memory.optimizer == pytest.approx(most[memory.rank], rel=0.01), where
+            assert memory.parameters + memory.optimizer == pytest.approx(held, rel=0.1 if is_sharded else 0.01), where
             assert memory.peak == pytest.approx(held + kept + allocated, rel=0.15), where
             assert memory.peak - held - kept == pytest.approx(allocated, rel=0.15), where
 
