@@ -43,7 +43,7 @@ from tests.marks import in_make_zoo
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes
 from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
-from tests.tasks import StopAt, assert_close
+from tests.tasks import StopAt
 from trainkit import Callback, Data, TaskModule, Trainer, UserError, deferred_init
 from trainkit.distributed.failure_store import RankError
 from trainkit.optim.precision import Precision
@@ -395,7 +395,13 @@ def in_bf16(folder: str) -> None:
                     evaluate_every=None,
                 )
             assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
-            assert_close(ours, theirs, rtol=2**-7, atol=4e-3)  # one bit of weights from 0.5 to 1
+            # Rounding depends on the instructions of the CPU, and AdamW turns that of a gradient near 0 into a whole
+            # step of one weight. So the norm is compared: 1 to 4 % of the way here, 100 % if gradients were summed.
+            sharded, whole, initial = (
+                torch.cat([parameter.detach().double().flatten() for parameter in task.parameters()])
+                for task in (ours, theirs, Optimized(name))
+            )
+            assert (sharded - whole).norm() < 0.1 * (whole - initial).norm(), (name, layout)
 
 
 @pytest.mark.slow
