@@ -202,16 +202,33 @@ def _fingerprints() -> tuple[Any, ...]:
     A generator draws from a table of 624 words, which it renews at its end: a draw changes the position, and a renewal
     the first word. Normal draws come in pairs, of which the second number is kept beside them.
     """
+    python, instance, kept_by_numpy, table, positions, kept = _memory(
+        _numpy_random().random_sample.__self__._bit_generator
+    )
+    return (
+        python.tobytes(),
+        instance.gauss_next,
+        kept_by_numpy.tobytes(),
+        table.tobytes(),
+        (positions.tobytes(), kept.tobytes()),
+    )
+
+
+@cache  # of numpy's generator of bits, which a call can replace
+def _memory(bit_generator: Any) -> tuple[Any, ...]:
+    """Return views of the memory of which `_fingerprints` has the parts, and python's generator."""
     python: Any = random.random.__self__  # type: ignore[attr-defined] # the instance that the module's functions belong to
     numpy: Any = _numpy_random().random_sample.__self__
-    table = _numpy_table(numpy._bit_generator)
+    # `np.random.seed` has refused any other table.
+    table = (ctypes.c_uint32 * 625).from_address(bit_generator.ctypes.state_address)
     positions, kept = _torch_engine()
     return (
-        _fields(python, 8).raw,  # position, first word
-        python.gauss_next,
-        _fields(numpy).raw,  # kept number
-        (table[0], table[624]),  # first word, position
-        (positions.raw, kept.raw),
+        memoryview(_fields(python, 8)),  # position, first word
+        python,
+        memoryview(_fields(numpy)),  # kept number
+        memoryview(table).cast("B").cast("I")[::624],  # first word, position
+        positions,
+        kept,
     )
 
 
@@ -219,20 +236,12 @@ def _differing(now: tuple[Any, ...], saved: tuple[Any, ...]) -> set[str]:
     return {name for name, part, other in zip(_GLOBAL, now, saved, strict=True) if part != other}
 
 
-@cache  # which also keeps the object at its address
 def _fields(instance: Any, size: int | None = None) -> Any:
     """Return the memory of an object's first fields in C, by default of all."""
     header = object.__basicsize__
     return (ctypes.c_char * (size or type(instance).__basicsize__ - header)).from_address(id(instance) + header)
 
 
-@cache
-def _numpy_table(bit_generator: Any) -> Any:
-    """Return the memory of numpy's table and position; `np.random.seed` has refused any other bit generator."""
-    return (ctypes.c_uint32 * 625).from_address(bit_generator.ctypes.state_address)
-
-
-@cache
 def _torch_engine() -> tuple[Any, Any]:
     """Return the memory of torch's seed, position and first word, and of the kept numbers, on both sides of its table.
 
@@ -246,15 +255,15 @@ def _torch_engine() -> tuple[Any, Any]:
     if start < 0:
         return _TorchState(), _TorchState()
     positions = (ctypes.c_char * 24).from_address(address + start - 20)
-    return positions, (ctypes.c_char * 24).from_address(address + start + 4 * 624)
+    return memoryview(positions), memoryview((ctypes.c_char * 24).from_address(address + start + 4 * 624))
 
 
 class _TorchState:
-    @property
-    def raw(self) -> bytes:
+    def tobytes(self) -> bytes:
         return torch.default_generator.get_state().numpy().tobytes()
 
 
+@cache
 def _numpy_random() -> Any:
     import numpy as np
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -113,7 +112,8 @@ class PhaseOptimizer:
         self.optimizer, self.schedules = optimizer, schedules
         self.settings = OptimizerSettings(optimizer, schedules)
         self.clip, self.skip_nonfinite = clip, skip
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]  # when they were last followed
+        self._is_chained = isinstance(optimizer, ChainedOptimizer)
+        self._follow([group["params"] for group in optimizer.param_groups])
         self._shapes = [parameter.shape for parameter in self.parameters]  # a strategy may shard the parameters
         self.skipped_steps: Tensor | None = None
         """The number of skipped steps, a scalar on the device; `None` if no step can be skipped."""
@@ -182,18 +182,19 @@ class PhaseOptimizer:
 
         Raises UserError for parameters that the optimizer would not step.
         """
-        groups = self.optimizer.param_groups
-        if isinstance(self.optimizer, ChainedOptimizer):
-            self.optimizer.check_members()
-        if len(groups) == len(self._groups):
-            for group, known in zip(groups, self._groups, strict=True):
-                if len(group["params"]) != len(known) or not all(map(is_, group["params"], known)):
-                    break
-            else:
-                return False
-        self._groups = [list(group["params"]) for group in groups]
+        if self._is_chained:
+            self.optimizer.check_members()  # type: ignore[attr-defined]
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        # By `id`, as `==` compares the values of tensors; in C, as this is done in every step.
+        if [[*map(id, group)] for group in groups] == self._followed:
+            return False
+        self._follow(groups)
         _fill_momentum(self.optimizer)
         return True
+
+    def _follow(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._groups = [*map(list, groups)]  # alive, or a new parameter could get the `id` of one that is gone
+        self._followed = [[*map(id, group)] for group in groups]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are not None, in the optimizer's order; of sparse ones the summed rows."""
