@@ -128,6 +128,7 @@ class Checkpoint(Callback):
             _check_frozen_stay(run)
             run.checkpointer.trainable_only = True
         if self.sharded and run.remote is not None:
+            # Collective: every rank has the same settings and comes here.
             hosts = set(run.strategy.comm.all_gather_object(socket.gethostname()))
             if len(hosts) > 1:
                 raise UserError(
@@ -144,6 +145,7 @@ class Checkpoint(Callback):
         if run.resumed_from:
             last = store.last() if run.is_main and store is not None else None
             is_last = last is not None and last.step == run.state.step  # else later steps are made again
+            # Only the main rank reads the manifest, and all ranks must agree on what is saved: saving is collective.
             self._saved_step = run.state.step if run.strategy.comm.broadcast_object(is_last) else None
 
     def on_epoch_start(self, run: Run) -> None:
@@ -163,6 +165,7 @@ class Checkpoint(Callback):
             return
         value = metrics[self.monitor.metric]
         self._wait_for_background_save(run)  # it may be one of the best
+        # Only the main rank knows the checkpoints, and either all ranks save or none.
         if run.strategy.comm.broadcast_object(run.is_main and self._is_among_best(run.checkpointer.store, value)):
             self._reason = BEST
 
@@ -272,6 +275,7 @@ class Checkpoint(Callback):
             step, elapsed = run.state.step, self.retry_every.elapsed(run.state)
             # At the pace so far.
             steps = max(1, math.ceil(self.retry_every.value * max(step, 1) / elapsed)) if elapsed > 0 else 1
+            # The clocks of ranks differ, and the next try is collective.
             self._retry_step = step + run.strategy.comm.broadcast_object(steps)
             when = f"after step {self._retry_step}"
         if run.is_main:
@@ -288,9 +292,9 @@ class Checkpoint(Callback):
         if self.save_last_k is None:
             return
         entries = store.entries()
-        kept = [*entries[-self.save_last_k :], *self._best(store)]
-        if len({entry.name for entry in kept}) < len(entries):
-            store.prune(kept)
+        kept_entries = [*entries[-self.save_last_k :], *self._best(store)]
+        if len({entry.name for entry in kept_entries}) < len(entries):
+            store.prune(kept_entries)
 
     def _is_among_best(self, store: CheckpointStore, value: float) -> bool:
         assert self.monitor is not None
@@ -313,7 +317,7 @@ def _check_frozen_stay(run: Run) -> None:
     """Raise UserError for a run whose frozen parameters change, or are saved by others."""
     from .ema import WeightAveraging
 
-    what = next((type(each).__name__ for each in run.callbacks if isinstance(each, WeightAveraging)), "")
+    what = next((type(callback).__name__ for callback in run.callbacks if isinstance(callback, WeightAveraging)), "")
     what = "phases, of which each freezes the others" if run.phase_optimizers[0].phase else what
     if what:
         raise UserError(
@@ -323,6 +327,7 @@ def _check_frozen_stay(run: Run) -> None:
 
 def _was_updating(error: BaseException, strategy: Strategy) -> bool:
     """Return True if the error interrupted a step's update: some weights are new and others old."""
+    # By code object: a frame knows its code, and not the function.
     update = {f.__code__ for f in (type(strategy).optimizer_step, PhaseOptimizer.step_schedules, TrainState.advance)}
     return any(frame.f_code in update for frame, _ in walk_tb(error.__traceback__))
 

@@ -11,7 +11,7 @@ from trainkit.callback import Callback
 from trainkit.loops.run import Run
 
 MIB = 2**20
-_STATM = "/proc/self/statm"
+_STATM = "/proc/self/statm"  # sizes in pages; the second one is the resident memory
 _PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -32,6 +32,7 @@ class DeviceStats(Callback):
         self._cpu, self._wall = time.process_time(), time.monotonic()
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        # Collective: on_log runs on every rank after the same step.
         for stats in run.strategy.comm.all_gather_object(self._measure(run)):
             for name, value in stats.items():
                 metrics[name] = max(value, metrics.get(name, value))
@@ -47,6 +48,7 @@ class DeviceStats(Callback):
         if resident is not None:
             stats["host/memory_mib"] = resident / MIB
         cpu, wall = time.process_time(), time.monotonic()
+        # Two log points may fall into the same tick of the clock.
         if wall > self._wall:
             stats["host/cpu_percent"] = 100 * (cpu - self._cpu) / (wall - self._wall)
         self._cpu, self._wall = cpu, wall

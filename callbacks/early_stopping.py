@@ -61,17 +61,21 @@ class EarlyStopping(Callback):
             )
         if run.is_main:
             warn_of_mode("early_stopping", self.monitor, self.mode)
+        # A resumed run has its counts from load_state_dict, which ran before.
         if run.resumed_from is None:
             self._best, self._best_step, self._waited = None, 0, 0
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        # Without a phase optimizer this is an evaluation outside of fit, which nothing can stop.
         if stage not in ("validation", "sanity") or run.phase_optimizer is None:
             return
         check_monitored(f"early_stopping.monitor={self.monitor!r}", self.monitor, metrics)
+        # The sanity batches only check that the metric exists.
         if stage == "sanity":
             return
         value = metrics[self.monitor]
         best = self._sign * math.inf if self._best is None else self._best
+        # NaN compares as not smaller, and so never improves.
         if self._sign * (best - value) > self.min_delta:
             self._best, self._best_step, self._waited = value, run.state.step, 0
         else:

@@ -55,7 +55,9 @@ class WeightAveraging(Callback):
         if run.resumed_from is None:
             self._reset()
         self._seen_step = run.state.step
-        averaging = next((each.optimizer for each in run.phase_optimizers if each.has_mode), None)
+        averaging = next(
+            (phase_optimizer.optimizer for phase_optimizer in run.phase_optimizers if phase_optimizer.has_mode), None
+        )
         if averaging is not None:
             raise UserError(
                 f"{type(self).__name__} and {type(averaging).__name__} both evaluate with an average of the weights; "
@@ -122,6 +124,7 @@ class WeightAveraging(Callback):
             return
         with torch.no_grad():
             if self._pairs is not None:
+                # Private: one call for all weights; torch has no public function that interpolates a list of tensors.
                 torch._foreach_lerp_(*self._pairs, weight)
             else:
                 self._update_by_name(run, weight)
@@ -159,6 +162,7 @@ class WeightAveraging(Callback):
 
     def _local_average(self, run: Run, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what this process has of the restored average, loaded in place of the weights for a moment."""
+        # Copied: the strategy knows how to distribute a full state only by loading it into the task.
         present = {name: tensor.detach().clone() for name, tensor in weights.items()}
         run.strategy.load_state_dict(run.task, dict(self._restored))
         average = {name: tensor.detach().clone() for name, tensor in weights.items()}

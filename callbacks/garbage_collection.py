@@ -34,10 +34,12 @@ class GarbageCollection(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self._was_enabled is None:
             self._was_enabled = gc.isenabled()
+        # Collected first, or garbage would be frozen with the rest and kept until training ends.
         gc.collect()
         gc.freeze()
         gc.disable()
 
+    # By the step, so that all ranks collect at the same time and wait once.
     def on_step_end(self, run: Run) -> None:
         if run.state.step % self.every == 0:
             gc.collect(self.generation)

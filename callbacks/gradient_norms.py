@@ -56,6 +56,7 @@ class GradientNorms(Callback):
         for names, values in self._measured.values():
             measured.update(zip(names, values.tolist(), strict=True))
         norms: dict[str, float] = {}
+        # Collective: on_log runs on every rank after the same step.
         for of_rank in run.strategy.comm.all_gather_object(measured):  # stages of a pipeline measure different ones
             norms.update(of_rank)
         squares: dict[str, float] = defaultdict(float)
@@ -73,9 +74,12 @@ class GradientNorms(Callback):
         if (run.state.step + 1) % self.every:
             return
         used = [
-            (names.get(id(each), "added"), each.grad) for each in phase_optimizer.parameters if each.grad is not None
+            (names.get(id(parameter), "added"), parameter.grad)
+            for parameter in phase_optimizer.parameters
+            if parameter.grad is not None
         ]
         if used:
+            # Private: one kernel for all norms; torch has no public function for the norm of each tensor of a list.
             norms = torch._foreach_norm([gradient for _, gradient in used])
             self._measured[phase_optimizer.phase] = ([name for name, _ in used], torch.stack(norms))
 

@@ -54,6 +54,7 @@ class GradualUnfreezing(Callback):
                 f"gradual_unfreezing needs complete gradients before the optimizer's step, which this strategy does "
                 f"not have; set {settings}."
             )
+        # What this process holds: under fsdp the shards, whose gradients are the ones to drop.
         named, local = dict(run.task.named_parameters()), local_state(run.strategy, run.task)
         self.close()
         norms: dict[nn.Module, list[Duration]] = {}
@@ -70,6 +71,7 @@ class GradualUnfreezing(Callback):
         self._norms = [(durations, freeze_statistics(norm)) for norm, durations in norms.items()]
         self.on_step_end(run)  # a resumed run may have unfrozen some
         for phase_optimizer in run.phase_optimizers:
+            # First, or other hooks would measure gradients that are dropped.
             phase_optimizer.pre_clip_hooks.insert(0, lambda: self._drop_gradients(run))
 
     def on_step_end(self, run: Run) -> None:

@@ -128,10 +128,12 @@ class LearningRateFinder(Callback):
         mean, lowest = 0.0, math.inf
         means = WeightedMeans(run.strategy.device)
         control = None
-        steps = [make_phase_step(run.task, run.strategy, one) for one in run.phase_optimizers]
+        steps = [make_phase_step(run.task, run.strategy, optimizer) for optimizer in run.phase_optimizers]
         if phase_optimizer.phase:
+            # Schedules do not step in the trial: the rates are the finder's.
             control = PhaseControl([replace(step, step_schedules=lambda: None) for step in steps])
         name = f"{phase_optimizer.phase}/loss" if phase_optimizer.phase else "loss"
+        # The range comes first, or zip would draw one batch more and drop it.
         for step, batch in zip(range(self.num_steps * phase_optimizer.every), _step_batches(run), strict=False):
             rate = self.min_lr * (self.max_lr / self.min_lr) ** (len(rates) / (self.num_steps - 1))
             _set_rate(phase_optimizer, rate)
@@ -155,6 +157,7 @@ class LearningRateFinder(Callback):
             mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
             smooth = mean / (1 - _SMOOTHING ** len(losses))  # corrects the bias of the first values
             lowest = min(lowest, smooth)
+            # The first losses are noisy, and must not end the trial.
             if len(rates) > self.num_steps // 10 + 1 and smooth > _DIVERGED * lowest > 0:
                 break
         return rates, losses
@@ -202,6 +205,7 @@ def trial(run: Run) -> Iterator[None]:
     weights = _copy(local_state(run.strategy, run.task))
     restores = [_saved(phase_optimizer) for phase_optimizer in run.phase_optimizers]
     scaler = run.precision.state_dict()
+    # Collective: all ranks restore what the main rank has.
     communication = run.strategy.comm.broadcast_object(run.strategy.strategy_state())
     try:
         with preserve_rng():
@@ -227,6 +231,7 @@ def _saved(phase_optimizer: PhaseOptimizer) -> Callable[[], None]:
     skipped_steps = phase_optimizer.skipped_steps
 
     def restore() -> None:
+        # Cleared and filled: a plain dictionary would lack the defaults that optimizers rely on.
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -292,6 +297,7 @@ def _scale_schedules(phase_optimizer: PhaseOptimizer, rate: float) -> None:
             if isinstance(group.get(name), float):
                 group[name] *= factor
     for schedule in phase_optimizer.schedules:
+        # Private: torch has no public way to scale the rates that schedulers have computed and will return to.
         for scheduler in [schedule.scheduler, *getattr(schedule.scheduler, "_schedulers", ())]:
             for name in ("base_lrs", "_last_lr"):
                 if isinstance(getattr(scheduler, name, None), list):

@@ -38,6 +38,8 @@ class MemoryReport(Callback):
     def on_fit_start(self, run: Run) -> None:
         self._has_shown = False
         if self.record_history and run.strategy.device.type == "cuda":
+            # Private: torch documents these functions for memory_viz, and has no
+            # public names. The oldest entries go first.
             torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._is_recording = True
 
@@ -57,11 +59,13 @@ class MemoryReport(Callback):
         path = Path(run.run_dir) / f"out_of_memory_rank_{run.strategy.comm.process}.txt"
         write_optional(path, out_of_memory_report(run, error))
         if self._is_recording:
+            # A full disk must not hide the out-of-memory error.
             with optional_file(path):
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
 
     def close(self) -> None:
         if self._is_recording:
+            # None turns the recording off.
             torch.cuda.memory._record_memory_history(enabled=None)
             self._is_recording = False
 
@@ -114,7 +118,7 @@ def _advice(run: Run) -> Iterable[str]:
 
 
 def _optimizer_tensors(run: Run) -> list[Tensor]:
-    states = [state for one in run.phase_optimizers for state in one.optimizer.state.values()]
+    states = [state for phase_optimizer in run.phase_optimizers for state in phase_optimizer.optimizer.state.values()]
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 

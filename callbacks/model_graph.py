@@ -22,6 +22,7 @@ class ModelGraph(Callback):
         check_whole_parameters(run.strategy, "model_graph")
         batch = example_batch(run) if run.loggers else None
         if batch is not None:
+            # In the precision of the run: casts are operations of the graph too.
             with run.precision.forward():
                 graph = record_graph(run.task, batch, steps=steps_of(run.task, run.phase_optimizers))
             for destination in run.loggers:

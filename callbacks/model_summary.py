@@ -59,6 +59,7 @@ class ModelSummary(Callback):
 
 def example_batch(run: Run) -> Any:
     """Return the first batch, on the device; `None` for a stream, a stage of a pipeline, or a task without steps."""
+    # A stage holds a part of the task and cannot run the whole step.
     is_complete = len(local_state(run.strategy, run.task)) == len(named_state(run.task))
     if run.loader is None or not is_complete or not steps_of(run.task, run.phase_optimizers):
         return None
@@ -77,9 +78,9 @@ def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | 
     blank = [""] * (len(table.columns) - 1)
     if len(modules) > max_rows:
         table.rows.append([f"{len(modules) - max_rows} more", *blank])
-    own = list(task.parameters(recurse=False)), list(task.buffers(recurse=False))
-    if any(own):
-        table.rows.append(["(its own)", "", *_sizes(*own), *(["", ""] if cost is not None else [])])
+    direct_tensors = list(task.parameters(recurse=False)), list(task.buffers(recurse=False))
+    if any(direct_tensors):
+        table.rows.append(["(its own)", "", *_sizes(*direct_tensors), *(["", ""] if cost is not None else [])])
     table.rows.append(["total", "", *_sizes(task.parameters(), task.buffers()), *_costs(cost, "")])
     return table
 
@@ -108,6 +109,7 @@ def _header(run: Run) -> list[tuple[str, str]]:
 
 
 def _sizes(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> Sequence[str]:
+    # A lazy parameter has no shape before the first forward.
     made = [[tensor for tensor in tensors if not is_lazy(tensor)] for tensors in (parameters, buffers)]
     trainable = [parameter for parameter in made[0] if parameter.requires_grad]
     counts = [f"{sum(tensor.numel() for tensor in tensors):,}" for tensors in (made[0], trainable, made[1])]

@@ -94,6 +94,7 @@ class Profiler(Callback):
         self.start_step, self.end_step = start_step, end_step
         self.profile_memory, self.with_stack = profile_memory, with_stack
         self.peak_tflops = peak_tflops
+        # The step between is the one whose FLOPs are counted.
         self._overlap_end = start_step - 2  # before the slower recorded steps
         self._overlap_start = max(self._overlap_end - _OVERLAP_STEPS, _WARMUP_STEPS)
         self._overlap_since = 0.0
@@ -244,6 +245,7 @@ class Profiler(Callback):
         trace = run.run_dir / TRACE.format(rank=run.strategy.comm.process)
         with optional_file(trace):
             os.close(open_new(trace))
+            # The file exists already, made by open_new, which follows no link.
             recording.export_chrome_trace(str(trace))
         first, last = self._first_step + self.start_step, min(run.state.step, self._first_step + self.end_step)
         operations = _operations(recording.key_averages(), on_device=on_device)
@@ -269,6 +271,7 @@ class Profiler(Callback):
 
 
 def _now(run: Run) -> float:
+    # Kernels run later than Python: without this the time is that of their launch.
     if run.strategy.device.type == "cuda":
         torch.cuda.synchronize(run.strategy.device)
     return time.perf_counter()
@@ -293,10 +296,11 @@ def _operations(averages: Any, *, on_device: bool) -> list[dict[str, Any]]:
 
 def peak_of_model(name: str, *, precision: str, tf32: bool) -> tuple[float | None, str]:
     """Return the peak of a device in FLOP/s by its name, `None` if it is unknown, and a note for the report."""
+    # Between spaces, so that `A10` does not match `A100`.
     words = f" {name.replace('-', ' ')} "
-    known = [model for model in _PEAKS if f" {model} " in words]
-    if not known or precision == "fp64":
+    models = [model for model in _PEAKS if f" {model} " in words]
+    if not models or precision == "fp64":
         return None, ""
-    half, with_tf32, single = _PEAKS[max(known, key=len)]
+    half, with_tf32, single = _PEAKS[max(models, key=len)]
     value = half if precision != "fp32" else with_tf32 if tf32 else single
     return value * 1e12, f"of {value:g} TFLOP/s per device ({name}, {precision}{' with TF32' if tf32 else ''})"

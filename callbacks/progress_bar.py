@@ -210,6 +210,7 @@ class NotebookProgress:
         self._text = ProgressText(progress)
         self._line = ""
         self._ended = Event()
+        # A daemon, or a run that fails could not end its process.
         self._thread = Thread(target=self._refresh, args=(1 / refresh_per_second,), name="progress", daemon=True)
         self._write()
         self._thread.start()
@@ -219,6 +220,7 @@ class NotebookProgress:
         if self._ended.is_set():
             return
         self._ended.set()
+        # Joined before the last write, or the thread could write below it.
         self._thread.join()
         self._write()
         say("")
@@ -299,8 +301,9 @@ def _log_to_current_stderr(streams: tuple[object, ...]) -> Iterator[None]:
 
     Otherwise they would write into the middle of the display.
     """
+    # logging has no public list of its loggers.
     loggers = [logging.getLogger(), *logging.getLogger().manager.loggerDict.values()]
-    handlers = [handler for found in loggers if isinstance(found, logging.Logger) for handler in found.handlers]
+    handlers = [handler for log in loggers if isinstance(log, logging.Logger) for handler in log.handlers]
     redirected = [(h, h.stream) for h in handlers if isinstance(h, logging.StreamHandler) and h.stream in streams]
     for handler, _ in redirected:
         handler.setStream(sys.stderr)

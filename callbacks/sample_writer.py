@@ -44,9 +44,11 @@ class SampleWriter(Callback):
         if source.is_iterable or source.batch_size is None:
             raise UserError("sample_writer needs a map-style validation dataset of samples, not a stream or batches.")
         count = min(self.num_samples, len(source.dataset))
+        # The samples must not change what follows: modes and random generators are restored.
         with evaluation_mode(run.task), preserve_rng(), torch.no_grad():
             reader = make_reader(source.dataset, source.collate_fn, seed=run.seed, seed_samples=source.seed_samples)
             batch = reader(torch.arange(count), 0)
+            # Collective in a pipeline: every rank predicts, and the main rank writes.
             predictions = run.strategy.predict(run.task, MicroBatch(batch, count))
         if run.is_main:
             text = "\n".join(_lines(run.task, batch, predictions, count))
@@ -66,6 +68,7 @@ def _lines(task: Any, batch: Any, predictions: Any, count: int) -> Iterator[str]
 
 
 def _row(batch: Any, row: int, count: int) -> Any:
+    # A list of samples that the collate function left as it is: its items are rows, not tensors of rows.
     if isinstance(batch, list) and len(batch) == count and not any(isinstance(item, Tensor) for item in batch):
         return batch[row]
     return map_tensors(batch, lambda t: t[row].cpu() if t.dim() and t.shape[0] == count else t.cpu())

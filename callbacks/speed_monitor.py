@@ -157,6 +157,7 @@ class SpeedMonitor(Callback):
         if self._evaluation_seconds:
             line["evaluation"] = round(self._evaluation_seconds, 7)
         with optional_file(self._path):
+            # One write for a line: a kill leaves at most a last line that is cut off, which readers skip.
             os.write(self._file, f"{json.dumps(line)}\n".encode())
 
 

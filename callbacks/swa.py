@@ -49,6 +49,7 @@ class SWA(WeightAveraging):
         self._interval.start(run.state)
 
     def update_weight(self, run: Run) -> float | None:
+        # The interval is asked first: it must notice each of its points, also those before the start.
         return 1.0 / (self._updates + 1) if self._interval.due(run.state) and self._has_started(run) else None
 
     def _has_started(self, run: Run) -> bool:

@@ -69,8 +69,10 @@ class DigitsGAN(TaskModule):
     def discriminator_step(self, batch: Any) -> dict[str, Tensor]:
         """Return the loss and the accuracy of the discriminator."""
         images, digits, noise = batch
+        # The generator does not train in this phase, and its graph would cost memory.
         with torch.no_grad():
             generated = self(noise, digits)
+        # The penalty needs the gradient at the images, which belong to the batch and so are not changed themselves.
         images = images.detach().requires_grad_()
         real, fake = self._discriminate(images, digits), self._discriminate(generated, digits)
         loss = functional.softplus(-real).mean() + functional.softplus(fake).mean()

@@ -167,6 +167,7 @@ def make_adamw(task: nn.Module, *, lr: float, weight_decay: float) -> AdamW:
     matrices = [parameter for parameter in task.parameters() if parameter.dim() >= 2]
     others = [parameter for parameter in task.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    # The second beta of GPT-3: it forgets large gradients sooner than the default of 0.999.
     return AdamW(groups, lr=lr, betas=(0.9, 0.95))
 
 
@@ -190,6 +191,7 @@ class TokenWindows(Dataset[Tensor]):
         return self._length
 
     def __getitem__(self, index: int) -> Tensor:
+        # Opened in the process that reads: worker processes get the dataset without it.
         if self._mapped is None:
             self._mapped = np.memmap(self.path, dtype=self.token_type, mode="r")
         start = index * self.context
@@ -263,6 +265,7 @@ class TokenFiles(Data):
             "tokenizer": self.tokenizer,
             "vocabulary": self.vocabulary,
         }
+        # The name is a hash, so that other text or another tokenizer never reads these tokens.
         folder = self.tokens / hashlib.sha256(json.dumps(source).encode()).hexdigest()[:_NAME_LENGTH]
         prepare_folder(folder, make=lambda part: self._make(part, files=files, source=source))
         return folder
@@ -271,9 +274,10 @@ class TokenFiles(Data):
         """Yield the text files by path, up to `max_bytes`."""
         if not self.text.exists():
             raise UserError(f"data.text={self.text} does not exist; give a folder of text, or a file.")
-        found = [self.text] if self.text.is_file() else self.text.glob("*.py" if self.only_top else "**/*")
+        paths = [self.text] if self.text.is_file() else self.text.glob("*.py" if self.only_top else "**/*")
         left = math.inf if self.max_bytes is None else self.max_bytes
-        for path in sorted(found):
+        # Sorted, as file systems list folders in any order, and the order decides the tokens.
+        for path in sorted(paths):
             if left > 0 and path.is_file() and path.stat().st_size >= _MIN_BYTES and _is_text(path):
                 yield path
                 left -= path.stat().st_size
@@ -300,6 +304,7 @@ class TokenFiles(Data):
 
 def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
+        # A zero byte is in nearly every binary file, and in no text in UTF-8.
         return b"\0" not in file.read(4096)
 
 

@@ -232,6 +232,7 @@ class ImageData(Data):
 
 def generate(stage: str, side: int) -> tuple[Any, list[int]]:
     """Return noisy images of ten colours, shape (images, side, side, 3), and their colours: 400 train, 100 validate."""
+    # Fixed seeds: every process generates the same images, and validation has others than training.
     count, seed = (400, 1) if stage == "train" else (100, 2)
     generator = np.random.default_rng(seed)
     colours = np.random.default_rng(0).uniform(0, 256, (10, 1, 1, 3))
@@ -254,9 +255,11 @@ def _fetch(folder: Path, *, url: str, md5: str) -> None:
     try:
         with urlopen(url, timeout=60) as response, archive.open("wb") as file:
             shutil.copyfileobj(response, file)
+        # MD5 is what the site publishes; it finds damaged downloads. Some systems forbid it for security alone.
         digest = hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()
         if digest != md5:
             raise UserError(f"{url} has the wrong checksum (md5 {digest}, expected {md5}).")
+        # The filter refuses members that would be written outside of the folder.
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
     except OSError as error:
@@ -292,12 +295,12 @@ def _files(folder: Path, stage: str) -> tuple[list[Path], list[int]]:
     names = sorted(path.name for path in (folder / "train" if split else folder).iterdir() if path.is_dir())
     files, classes = [], []
     for number, name in enumerate(names):
-        found = sorted(path for path in (parent / name).glob("*") if path.suffix.lower() in _SUFFIXES)
+        images = sorted(path for path in (parent / name).glob("*") if path.suffix.lower() in _SUFFIXES)
         if not split:
             validates = stage == "validation"
-            found = [path for index, path in enumerate(found) if (index % _VALIDATION_EVERY == 0) == validates]
-        files += found
-        classes += [number] * len(found)
+            images = [path for index, path in enumerate(images) if (index % _VALIDATION_EVERY == 0) == validates]
+        files += images
+        classes += [number] * len(images)
     if len(names) < 2 or not files:
         raise UserError(
             f"data.folder={folder} has {len(names)} folders with {len(files)} images for {stage}; put the images of "
@@ -314,6 +317,7 @@ def _read(path: Path, *, side: int) -> Any:
         raise UserError(
             "reading images needs Pillow, which is not installed; type: pip install 'trainkit-torch[images]'"
         ) from None
+    # Reading files leaves them open until the image is collected; the block closes each at once.
     with Image.open(path) as image:
         return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side)))
 

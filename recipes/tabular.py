@@ -167,6 +167,7 @@ def _read_csv(path: Path) -> tuple[Tensor, Tensor]:
             raise UserError(f"{path}:{number}: {len(line)} values, but there are {len(lines[0])} names.")
     names = sorted({line[-1] for line in lines[1:]})
     classes = [names.index(line[-1]) for line in lines[1:]]
+    # In float64 until the columns are standardized: large numbers with small differences would lose them.
     return torch.tensor(rows, dtype=torch.float64), torch.tensor(classes, dtype=torch.int64)
 
 

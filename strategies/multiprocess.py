@@ -116,7 +116,7 @@ class MultiProcessStrategy(Strategy):
 
         Raises UserError for unavailable devices, backends or packages, and for parameters that are sharded already.
         """
-        # A task that has one has imported it, which takes as long as torch itself.
+        # Not imported here, which takes as long as torch itself: a task that has a DTensor has imported it.
         kinds = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
         for name, parameter in task.named_parameters():
             if isinstance(parameter, kinds):
@@ -163,7 +163,7 @@ class MultiProcessStrategy(Strategy):
 
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return its value on rank 0 (under torchrun: on this rank)."""
-        if _is_joining():
+        if _is_joining():  # every process of torchrun calls `launch`, so there is nobody else to start them
             with ExitStack() as self._while_joined:
                 self._while_joined.callback(setattr, self, "_while_joined", None)
                 return self._run_or_publish(run)
@@ -190,12 +190,13 @@ class MultiProcessStrategy(Strategy):
         """Run; publish an error for the ranks that wait for this one."""
         try:
             return run()
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit and KeyboardInterrupt end this rank
             self.publish_failure(f"{type(error).__name__}: {error}")
             raise
 
     def publish_failure(self, why: str) -> None:
         """Tell the other ranks that this one stops."""
+        # Before `setup` and with one rank there is nobody to tell.
         if isinstance(self.comm, ProcessGroupCollectives) and self.comm.failure_store is not None:
             self.comm.failure_store.publish(f"rank {self.comm.rank} failed in step {max(self._steps - 1, 0)}: {why}")
 
@@ -206,10 +207,13 @@ class MultiProcessStrategy(Strategy):
             self._join_group(kind)
         self.device = torch.device("cpu")
         if kind == "cuda":
+            # LOCAL_RANK is set by every launcher; a user's own process group may lack it.
             local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+            # A launcher may show each process its GPU alone; with gloo several ranks may share one.
             self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         if self._environment is None:
+            # Each process of torchrun may have chosen another folder: all use that of rank 0.
             self.log_dir = gather(self.log_dir, self._all_ranks)[0]
             if self.log_dir is not None and self._while_joined is not None:
                 self._while_joined.enter_context(log_copied(self.log_dir, rank=self._all_ranks.rank()))
@@ -221,7 +225,7 @@ class MultiProcessStrategy(Strategy):
         )
         if self.comm.consensus is not None:
             self._stop_flag = SharedFlag(self.comm)
-            self.comm.consensus.any_rank = self._stop_flag.any_rank
+            self.comm.consensus.any_rank = self._stop_flag.any_rank  # cheaper than a collective
         store = self.comm.failure_store
         if store is not None:
             self._watchdog = RankWatchdog(store, step=lambda: max(self._steps - 1, 0), describe=phase_in)
@@ -236,19 +240,21 @@ class MultiProcessStrategy(Strategy):
     def _join_group(self, kind: str) -> None:
         backend = self.ranks.backend
         if backend == "auto":
+            # gloo too: objects and flags in host memory are exchanged without waiting for a GPU.
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         limit = timedelta(seconds=self.ranks.timeout_seconds)
         environment = self._environment
         store: Store
         if environment is None:
             store, rank, world_size = store_of_environment(limit)
+            # torchrun keeps its store when it starts ranks again: there are keys of dead ranks in it.
             store = fresh_store(store, rank=rank, world_size=world_size, limit=limit)
         else:
             host, port, token = environment.store_host, environment.store_port, environment.store_token
             store = join_store(host, port, token, limit=limit)
             rank, world_size = environment.rank, environment.world_size
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-        self._owns_group = True
+        self._owns_group = True  # a group that the user has made is left to the user
 
     def prepare(self, task: TaskModule) -> None:
         """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective."""
@@ -278,6 +284,7 @@ class MultiProcessStrategy(Strategy):
     def teardown(self) -> None:
         """Leave the process groups that this strategy joined or made; may be called twice."""
         self._buffers = None
+        # First the threads and memory that use the group, then the group.
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -286,7 +293,7 @@ class MultiProcessStrategy(Strategy):
             self._stop_flag = None
         if isinstance(self.comm, ProcessGroupCollectives):
             self.comm.consensus = None
-        failing = sys.exc_info()[1]
+        failing = sys.exc_info()[1]  # `teardown` is called in a `finally`
         if failing is not None and self.comm.num_processes > 1:
             # If this rank left now, ranks that wait for it would report a broken connection instead of the reason, and
             # destroying the group could block. The process is about to end.
@@ -332,9 +339,10 @@ class MultiProcessStrategy(Strategy):
 
         A rank without samples has no gradients and contributes zeros.
         """
+        # In the order of `_trained`, which is the same on all ranks.
         for parameter in self._trained:
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = self.comm.all_reduce(own)
+            local_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = self.comm.all_reduce(local_gradient)
 
     @contextmanager
     def _reduced(self) -> Iterator[None]:
@@ -370,6 +378,7 @@ class MultiProcessStrategy(Strategy):
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)
         except torch.OutOfMemoryError as error:
+            # Only its text: the traceback of the error holds the frames, and so the activations.
             reason = str(error)
         parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
         if reason is not None:
@@ -377,9 +386,10 @@ class MultiProcessStrategy(Strategy):
             for parameter in parameters:
                 parameter.grad = None
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # cached blocks of the failed size may not serve smaller ones
             with self.no_sync():  # by a backward, so that gradient hooks run
                 torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
+        # Every rank is here with nothing left to allocate, so none leaves the others alone in the reduction.
         if batch.micro_batches:
             with self._synced():
                 pass
@@ -389,6 +399,7 @@ class MultiProcessStrategy(Strategy):
         if self.comm.num_processes > 1 and self.comm.asks_on_host:
             is_oom = self.comm.any_rank_on_host(is_oom)
         elif self.comm.num_processes > 1:
+            # Reduced gradients are NaN on all ranks or on none, so all of them make the second collective.
             is_oom = _has_nan_gradients(parameters) and self.comm.any_rank(is_oom)
         if is_oom:
             raise torch.OutOfMemoryError(reason or "on another rank")
@@ -402,19 +413,21 @@ class MultiProcessStrategy(Strategy):
 
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the sum of weights over all ranks if the task returned weights; collective."""
-        own = any(output.own_weight for output in outputs)
+        has_weights = any(output.own_weight for output in outputs)
+        # Once: in later steps all ranks know if there is a collective for the weights, also those without samples.
         if self._weighted is None:
-            self._weighted_by[self._step_name] = self.comm.any_rank(own)
-        if outputs and own != self._weighted:
-            now, before = ("a weight", "did not") if own else ("no weight", "did")
+            self._weighted_by[self._step_name] = self.comm.any_rank(has_weights)
+        if outputs and has_weights != self._weighted:
+            returned, did = ("a weight", "did not") if has_weights else ("no weight", "did")
             raise UserError(
-                f"training_step returned {now}, but {before} in the first step; return one always or never."
+                f"training_step returned {returned}, but {did} in the first step; return one always or never."
             )
         if self._weighted:
             self._scale_gradients(self._samples_over_weight(outputs, batch))
 
     def _samples_over_weight(self, outputs: Sequence[StepOutput], batch: StepBatch) -> Tensor:
         """Return the factor that divides gradients by the sum of weights instead of samples; a scalar on the device."""
+        # One rank may have the whole global batch as its only micro-batch: the factor must be 1 on the others too.
         undivided = self._on_device(float(self._is_undivided(batch)))
         weights = [self._on_device(output.weight) for output in outputs]
         total = torch.stack(weights).sum() if weights else self._on_device(0.0)
@@ -427,10 +440,13 @@ class MultiProcessStrategy(Strategy):
         """Return True on every rank if some rank may have no samples of this global batch."""
         return batch.num_samples < self.comm.world_size or not batch.is_even
 
-    def _batch_of_any_rank(self, own: Any | None) -> Any:
+    def _batch_of_any_rank(self, local_batch: Any | None) -> Any:
         """Return this rank's batch, or in host memory that of another rank if it has none; collective."""
-        of_ranks = self.comm.all_gather_object(None if own is None else to_device(own, torch.device("cpu")))
-        return next(other for other in of_ranks if other is not None) if own is None else own
+        # From host memory: a pickled tensor names its device, which another rank may not have.
+        batches = self.comm.all_gather_object(
+            None if local_batch is None else to_device(local_batch, torch.device("cpu"))
+        )
+        return next(batch for batch in batches if batch is not None) if local_batch is None else local_batch
 
     def _on_device(self, value: float | Tensor) -> Tensor:
         if isinstance(value, Tensor):
@@ -453,5 +469,6 @@ def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:
 
 def _is_joining() -> bool:
     """Return True if this process is a rank already: of torchrun, srun, or an initialized process group."""
+    # Written where torch's rendezvous reads them; they are empty if RANK is set.
     os.environ.update(variables_of_task(os.environ))
     return dist.is_initialized() or all(name in os.environ for name in _TORCHRUN_VARIABLES)

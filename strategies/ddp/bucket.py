@@ -37,7 +37,7 @@ class ReducerSettings:
     timeout_seconds: float = 1800.0  # to wait for another rank
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # a comparison of fields would compare tensors, element by element
 class GradientEntry:
     """One parameter: its bucket, its view of the bucket, and the progress of its gradient."""
 
@@ -48,7 +48,7 @@ class GradientEntry:
     view: Tensor | None = None  # None for sparse gradients, and before the buckets exist
     expected: int = 1  # firings of its hook in one backward
     remaining: int = 1
-    arrived: int = 0  # rank of its last firing in the first backward; 0: its hook has not fired
+    arrived: int = 0  # position, from 1, of its last firing in the first backward; 0: its hook has not fired
     sparse_dim: int = 0
     used_this_backward: bool = False  # has gradient that is not reduced yet, also from backwards in no_sync
     accumulated: bool = False  # `.grad` holds the sum of an earlier reduction
@@ -178,6 +178,7 @@ def make_buckets(
     """
     sizes = []
     for layout in plan.buckets:
+        # A sparse bucket needs no memory here, but transports know buckets by their position in this list.
         numel = 0 if layout.sparse else layout.numel + flags * len(layout.parameters)
         sizes.append((numel, entries[layout.parameters[0]].parameter.dtype))
     buckets = []

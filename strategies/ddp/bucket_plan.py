@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 MIB = 1024 * 1024
-DEFAULT_CAP_BYTES = 25 * MIB
+DEFAULT_CAP_BYTES = 25 * MIB  # as in PyTorch
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _fill(specs: Sequence[GradientSpec], order: Sequence[int], caps: Sequence[in
     remaining: dict[str, Sequence[int]] = {}  # caps of the open bucket of each kind and of the next ones
     for index in order:
         spec = specs[index]
-        if spec.sparse:
+        if spec.sparse:  # without a place in a flat buffer: its size changes from step to step
             closed.append([index])
             continue
         open_buckets.setdefault(spec.kind, []).append(index)
@@ -103,7 +103,7 @@ def _fill(specs: Sequence[GradientSpec], order: Sequence[int], caps: Sequence[in
             remaining[spec.kind] = caps_left[1:] or caps_left
             filled[spec.kind] = 0
             closed.append(open_buckets.pop(spec.kind))
-    closed.extend(open_buckets.values())
+    closed.extend(open_buckets.values())  # in the order in which they were opened, equal on every rank
     return [_lay_out(specs, members) for members in closed]
 
 

@@ -51,6 +51,7 @@ class ErrorFeedback:
 def sum_of_errors(states: Sequence[Mapping[str, Any]], *, world_size: int) -> dict[str, Tensor]:
     """Return for each of `world_size` ranks an equal part of the errors that other ranks have saved."""
     names = dict.fromkeys(name for state in states for name in state["errors"])
+    # Equal parts: the new ranks add up again to the sum that the old ones would have added to the next gradients.
     return {
         name: sum(state["errors"][name] for state in states if name in state["errors"]) / world_size for name in names
     }
@@ -58,7 +59,7 @@ def sum_of_errors(states: Sequence[Mapping[str, Any]], *, world_size: int) -> di
 
 def average_hook(group: dist.ProcessGroup, bucket: GradBucket) -> HookSteps:
     """Leave the mean, uncompressed."""
-    buffer = bucket.buffer().div_(group.size())
+    buffer = bucket.buffer().div_(group.size())  # before the sum, which might overflow in fp16
     yield dist.all_reduce(buffer, group=group, async_op=True)
     return buffer
 
@@ -86,6 +87,7 @@ class PowerSGD:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Continue with the errors of this rank."""
         self.steps, self.first_step = {}, saved["steps"]
+        # Factors of another rank than the present setting do not fit; those parameters begin with random ones.
         self.factors = {name: factor for name, factor in saved["factors"].items() if factor.shape[1] == self.rank}
         self.errors.load(saved["errors"])
 
@@ -104,14 +106,16 @@ def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> HookSteps:
     errors, names = state.errors.of(bucket), bucket.names()
     buffer.copy_(errors.add_(buffer))
     matrices, vectors = _split_by_shape(bucket.gradients(), state.rank)
-    known = [state.factors.get(names[position]) for position, _ in matrices]
+    # One power iteration a step: with the factor of the last step as a start, one is enough.
+    factors = [state.factors.get(names[position]) for position, _ in matrices]
     lefts = [
         matrix @ (_first_factor(state.rank, index, position, matrix) if factor is None else factor.to(matrix.device))
-        for (position, matrix), factor in zip(matrices, known, strict=True)
+        for (position, matrix), factor in zip(matrices, factors, strict=True)
     ]
     sent = _join([*lefts, *(vector for _, vector in vectors)], buffer).div_(world_size)
     yield dist.all_reduce(sent, group=state.group, async_op=True)
     _split_into([*lefts, *(vector for _, vector in vectors)], sent)
+    # Each rank computes the same basis from the same sum, so it need not be sent.
     lefts = [_orthonormal(left) for left in lefts]
     rights = [matrix.t() @ left for (_, matrix), left in zip(matrices, lefts, strict=True)]
     sent = _join(rights, buffer).div_(world_size)
@@ -119,7 +123,7 @@ def power_sgd_hook(state: PowerSGD, bucket: GradBucket) -> HookSteps:
     _split_into(rights, sent)
     for (position, matrix), left, right in zip(matrices, lefts, rights, strict=True):
         matrix.copy_(left @ right.t())
-        state.factors[names[position]] = right.nan_to_num_(0.0, 0.0, 0.0)
+        state.factors[names[position]] = right.nan_to_num_(0.0, 0.0, 0.0)  # or every later step would be NaN too
     errors.sub_(buffer).nan_to_num_(0.0, 0.0, 0.0)  # of gradients that overflowed, or NaN: they would stay
     for position, _ in vectors:  # sent uncompressed: they differ only by the other ranks' gradients
         state.errors.by_name[names[position]].zero_()
@@ -130,7 +134,7 @@ def _split_by_shape(gradients: Sequence[Tensor], rank: int) -> tuple[Numbered, N
     """Return (position, matrix) of gradients that low rank makes smaller, and (position, gradient) of the others."""
     matrices, vectors = [], []
     for position, gradient in enumerate(gradients):
-        can_be_matrix = gradient.dim() >= 2 and gradient.is_contiguous()
+        can_be_matrix = gradient.dim() >= 2 and gradient.is_contiguous()  # a view, into which the result is written
         matrix = gradient.view(gradient.shape[0], -1) if can_be_matrix else gradient
         if matrix.dim() == 2 and 2 * rank * sum(matrix.shape) < matrix.numel():
             matrices.append((position, matrix))
@@ -141,12 +145,15 @@ def _split_by_shape(gradients: Sequence[Tensor], rank: int) -> tuple[Numbered, N
 
 def _first_factor(rank: int, index: int, position: int, matrix: Tensor) -> Tensor:
     """Return a random Q, the same on every rank."""
+    # Not the global generator: its state differs between ranks, and drawing would change the user's random numbers.
+    # A prime that exceeds the number of parameters in a bucket gives every parameter another seed.
     generator = torch.Generator().manual_seed(1_000_003 * index + position)
     random = torch.randn(matrix.shape[1], rank, generator=generator)
     return _orthonormal(random.to(matrix.device, matrix.dtype))
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
+    # torch has no QR decomposition in 16 bits.
     wide = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
     basis: Tensor = torch.linalg.qr(wide).Q
     return basis.to(matrix.dtype)
@@ -174,6 +181,7 @@ class PeriodicAveraging:
     def after_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the parameters every `period` steps; collective."""
         self.step += 1
+        # The first `start_step` updates used the mean of gradients.
         self.weights_differ = self.step > self.start_step
         if self.step % self.period == 0:
             self.average(parameters)
@@ -188,7 +196,7 @@ class PeriodicAveraging:
 
     def mean(self, parameter: Tensor) -> Tensor:
         """Return the mean of a parameter over ranks; collective."""
-        mean = parameter.detach().div(self.group.size())
+        mean = parameter.detach().div(self.group.size())  # a copy: after `state_dict` each rank trains on from its own
         dist.all_reduce(mean, group=self.group)
         return mean
 
@@ -308,21 +316,21 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
 def _check_names(options: Mapping[str, Any], valid: list[str]) -> None:
     for option in options:
         if option not in valid:
-            known = f"Valid options: {', '.join(valid)}." if valid else "This hook has no options."
-            raise UserError(f"comm_hook_options has no {option!r}.{nearest(option, valid)} {known}")
+            remedy = f"Valid options: {', '.join(valid)}." if valid else "This hook has no options."
+            raise UserError(f"comm_hook_options has no {option!r}.{nearest(option, valid)} {remedy}")
 
 
 def _import_function(setting: str, value: str | Callable[..., Any]) -> Callable[..., Any]:
-    found: Any = value
+    function: Any = value
     if isinstance(value, str):
         module, _, name = value.rpartition(".")
         try:
             home = import_module(module)
         except ImportError as error:
             raise UserError(f"{setting}={value} cannot be imported: {error}.") from None
-        found = getattr(home, name, None)
-        if found is None:
+        function = getattr(home, name, None)
+        if function is None:
             raise UserError(f"{setting}={value}: {module} has no {name!r}.{nearest(name, vars(home))}")
-    if not callable(found):
+    if not callable(function):
         raise UserError(f"{setting} must be a function or its import path, got {value!r}.")
-    return found  # type: ignore[no-any-return] # an attribute of a module
+    return function  # type: ignore[no-any-return] # an attribute of a module

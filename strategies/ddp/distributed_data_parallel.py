@@ -40,12 +40,14 @@ _INSTEAD = {
     "_update_process_group": "wrap the module again, with the new process group",
     "skip_all_reduce_unused_params": "give find_unused_parameters=True: a parameter that no rank uses costs one flag",
 }
+# PyTorch runs these two in C++, for its own Reducer only; its hooks in Python reduce the same.
 _BUILTIN_HOOKS = {
     BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
     BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
 }
 _LOGGED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
 _LOGGED_VARIABLES_OF_GLOO = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+# Of these some hold sockets, threads or weak references, and ids are others in the process that unpickles.
 _NOT_PICKLED = (
     "process_group",
     "reducer",
@@ -56,13 +58,14 @@ _NOT_PICKLED = (
     "_closing",
 )
 SAMPLED_STEPS = 10  # at the start; from then on one in `_set_ddp_runtime_logging_sample_rate`
-HIDING_NODE = "CheckpointFunctionBackward"
+HIDING_NODE = "CheckpointFunctionBackward"  # of reentrant checkpoints; it computes the graph inside it in backward
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _not_compiled(function: F) -> F:
     """Exclude `function` from `torch.compile`; `torch.compiler.disable` would import the compiler."""
+    # Private: the attribute that the decorator of torch sets, too.
     function._torchdynamo_disable = True  # type: ignore[attr-defined] # functions have no declared attributes
     return function
 
@@ -138,6 +141,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if cap is not None and cap <= 0:
                 raise ValueError(f"{name} must be above 0, got {cap}")
         self.process_group = _process_group(process_group, device_mesh)
+        # Private: PyTorch's only way to leave tensors out, which programs set on their module.
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.device = _check_devices(module, device_ids, self.parameters_to_ignore)
         self.device_type = self.device.type
@@ -158,6 +162,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.bucket_bytes_cap_list or [DEFAULT_CAP_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * MIB)]
         )
         self.transport: TransportName = transport
+        # The names of PyTorch's attributes: its inherited methods, such as `no_sync` and `join`, use them.
         self.mixed_precision = None
         self.buffer_hook: Any = None
         self.require_backward_grad_sync = True  # average the backwards of forwards that begin now
@@ -175,6 +180,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         skips_buffers = broadcast_buffers is False and forward_sync_buffers is None
         frozen = [(name, parameter) for name, parameter in self._named_parameters() if not parameter.requires_grad]
         buffers = [] if skips_buffers else self._named_buffers()
+        # The comparison first: a broadcast between different models crashes or hangs.
         self._make_reducer(untrained={"frozen parameter": frozen, "buffer": buffers})
         broadcast([tensor for _, tensor in [*self._named_parameters(), *buffers]], self.process_group)
 
@@ -207,12 +213,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self._lazy_init()
             if self._join_config.enable:
                 self._notify_joined_ranks()
+            # Only after a registration: a walk over all parameters would take time in every forward.
             if self._registrations[0]:
                 self._registrations[0] = 0
                 self._check_parameters()
                 self._module_ids.update(id(module) for module in self.module.modules())
         if syncs and not torch.compiler.is_compiling():  # which would trace the clock, and again for each step
             is_sampled = reducer.step < SAMPLED_STEPS or reducer.step % self._sample_rate == 0
+            # Steps without a record run the hooks on their fast path.
             reducer.after_step = [self.timeline.record] if is_sampled else []
             self.timeline.forward_began = time.perf_counter()
         self._sync_buffers_at(_BufferCommHookLocation.PRE_FORWARD, syncs=syncs)
@@ -228,6 +236,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if not syncs:
             return
         reducer = self.reducer
+        # Output hooks are not enough: a module may keep its loss, or return tensors in objects that are not searched.
         reducer.prepare_for_backward()
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         finds_unused = self.find_unused_parameters and not self.static_graph
@@ -243,6 +252,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _lazy_init(self) -> None:
         """Reject what was done to the module after it was wrapped, before the first forward."""
+        # Private: the mark that torch's _apply_optimizer_in_backward leaves on a parameter.
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.reducer.parameters):
             raise RuntimeError(
                 "_apply_optimizer_in_backward is not supported here: it would step before gradients are averaged. Call "
@@ -271,6 +281,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 self.sync_buffers(candidate=self.process_group.rank())
         elif location is self.buffer_hook.buffer_comm_hook_location and self._named_buffers():
             hook, state = self.buffer_hook.buffer_comm_hook, self.buffer_hook.buffer_comm_hook_state
+            # Private: a forward has saved the buffers for its backward, which a higher version would refuse.
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self.modules_buffers)):
                 self.reducer.awaited += hook(state, self.named_module_buffers) or ()
 
@@ -300,6 +311,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _notify_joined_ranks(self) -> None:
         """Announce a forward to ranks without batches, and whether its backward is reduced. Collective."""
+        # Joined ranks make the same collectives in this order, in `Join` and in `DDPJoinHook.main_hook`.
         work = Join.notify_join_context(self)
         if work is not None:
             work.wait()
@@ -346,11 +358,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         # Parameters outlive this wrapper, and their hooks hold the Reducer: without it they would wait for ranks.
         closing = ExitStack()
         closing.callback(self.reducer.close)
+        # Holds the parameters, so that no new one can have the id of one that was replaced.
         self._parameters_at_start = {id(parameter): parameter for parameter in self.module.parameters()}
         self._module_ids = {id(module) for module in self.module.modules()}
+        # torch's registration hooks are global: they stay until this wrapper is gone.
         self._registrations = closing.enter_context(count_registrations(self._module_ids))
         self._closing = weakref.finalize(self, closing.close)
-        self._closing.atexit = False
+        self._closing.atexit = False  # a process that exits frees all of it anyway
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         ignored = self.parameters_to_ignore
@@ -374,7 +388,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         backend = str(dist.get_backend(self.process_group))
         dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
         sizes = ", ".join(str(sum(parameters[i].nbytes for i in bucket.parameters)) for bucket in plan)
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "module_name": type(self.module).__name__,
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
@@ -397,31 +411,32 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "iteration": 0,
         }
         if reducer.failure is not None:
-            found |= {"has_error": 1, "error": reducer.failure}
+            fields |= {"has_error": 1, "error": reducer.failure}
         if backend == "gloo":
+            # Private: a process group does not offer the options of its backends.
             options: Any = self.process_group._get_backend(self.device).options
-            found["gloo_num_threads"] = options._threads
+            fields["gloo_num_threads"] = options._threads
         variables = _LOGGED_VARIABLES + (_LOGGED_VARIABLES_OF_GLOO if backend == "gloo" else ())
-        found |= {name.lower(): os.environ.get(name, "N/A") for name in variables}
+        fields |= {name.lower(): os.environ.get(name, "N/A") for name in variables}  # as PyTorch logs them
         if self._comm_hook_name is not None:
-            found["comm_hook"] = self._comm_hook_name
+            fields["comm_hook"] = self._comm_hook_name
         if reducer.buckets:
-            found["rebuilt_bucket_sizes"] = sizes
-            found["rebuilt_per_bucket_param_indices"] = _indices([bucket.parameters for bucket in plan])
+            fields["rebuilt_bucket_sizes"] = sizes
+            fields["rebuilt_per_bucket_param_indices"] = _indices([bucket.parameters for bucket in plan])
         steps = self.timeline.steady_steps()
         if not steps:
-            return found
+            return fields
         index = {entry.name: entry.index for entry in reducer.entries}
         last = sorted(steps[-1].arrivals, key=steps[-1].arrivals.__getitem__)
-        found["prev_iteration_grad_ready_order_indices"] = ", ".join(str(index[name]) for name in last)
-        found["unused_parameter_size"] = sum(
+        fields["prev_iteration_grad_ready_order_indices"] = ", ".join(str(index[name]) for name in last)
+        fields["unused_parameter_size"] = sum(
             p.nbytes for e, p in zip(reducer.entries, parameters, strict=True) if e.name not in last
         )
         if self.device.type == "cpu":
-            found["gradient_arrival_times"] = {name: int(1e9 * at) for name, at in self.timeline.arrivals().items()}
-            found |= logging_times(steps)
+            fields["gradient_arrival_times"] = {name: int(1e9 * at) for name, at in self.timeline.arrivals().items()}
+            fields |= logging_times(steps)
         ideal = [[index[name] for name in names] for names in self.timeline.ideal_buckets()]
-        return found | {"ideal_bucket_param_indices": _indices(ideal)}
+        return fields | {"ideal_bucket_param_indices": _indices(ideal)}
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record the times of one in `sample_rate` steps after the first ten; the default is 100."""
@@ -463,6 +478,7 @@ class DDPJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Take part in each collective of the others' forward and backward, with zeros as gradients."""
         wrapper = self.wrapper
+        # The collectives of `_notify_joined_ranks`, `_sync_buffers_at` and the backward, in the order of active ranks.
         counts = torch.zeros(2, device=wrapper.join_device)  # ranks that will reduce, ranks with a batch
         dist.all_reduce(counts, group=wrapper.process_group)
         if not counts[0].item():
@@ -470,11 +486,11 @@ class DDPJoinHook(JoinHook):
         if wrapper.forward_sync_buffers:
             wrapper.sync_buffers(candidate=-1)
         parameters = wrapper.reducer.parameters
-        before = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+        saved_gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
         try:
             wrapper.reducer.reduce_zeros()
         finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
+            for parameter, gradient in zip(parameters, saved_gradients, strict=True):
                 parameter.grad = gradient  # this rank will not zero those of the others
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -487,6 +503,7 @@ def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Para
 
     Empty with a reentrant checkpoint, which hides the graph behind it.
     """
+    # Ids and nodes stay unique during the walk: `outputs` holds the whole graph.
     outputs = list(outputs)
     reached = {id(output) for output in outputs if output.is_leaf and output.requires_grad}  # outputs themselves
     seen: set[Any] = {None}
@@ -544,6 +561,7 @@ def _default_group() -> dist.ProcessGroup:
 
 def _timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
     """Return the timeout of `group` in seconds; torch's default if the backend does not offer it."""
+    # Private: torch has no public way to ask a group for its timeout.
     try:
         limit = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # not every backend has options
@@ -579,6 +597,7 @@ def _check_devices(
         )
     if len({device.type for device in devices}) != 1:
         raise ValueError(f"the module's parameters must be on one kind of device, but are on {devices}")
+    # Several devices of one kind pass here: the Reducer refuses them, and names them.
     device = min(devices, key=str)
     if device_ids is not None:
         if len(device_ids) > 1:

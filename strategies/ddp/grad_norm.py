@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .bucket import Bucket
 
-CHUNK_ELEMENTS = 64 * 1024
+CHUNK_ELEMENTS = 64 * 1024  # few enough for an accurate sum in float32
 
 
 def total_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -30,13 +30,14 @@ def whole_gradients(buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter
     """Return tensors that hold all gradients once: a flat bucket if all its `.grad` are views, else each `.grad`."""
     if not buckets:
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
-    whole: list[Tensor] = []
+    gradients: list[Tensor] = []
     for bucket in buckets:
+        # A user may have replaced a `.grad`, or a parameter has none: then the buffer is not what the optimizer sees.
         if bucket.contents is not None and all(entry.parameter.grad is entry.view for entry in bucket.entries):
-            whole.append(bucket.flat)
+            gradients.append(bucket.flat)
         else:
-            whole += [entry.parameter.grad for entry in bucket.entries if entry.parameter.grad is not None]
-    return whole
+            gradients += [entry.parameter.grad for entry in bucket.entries if entry.parameter.grad is not None]
+    return gradients
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:
@@ -45,9 +46,9 @@ def _sum_of_squares(tensor: Tensor) -> Tensor:
     A float32 sum over a large flat buffer on the CPU is inaccurate (relative error 4e-3 at 50 million elements), so it
     is taken in chunks, whose sums are added in float64.
     """
-    if tensor.is_sparse:
+    if tensor.is_sparse:  # not coalesced, it has several values for one element
         tensor = tensor.coalesce().values()
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu":  # GPUs add in a tree, which is accurate
         half = tensor.dtype in (torch.float16, torch.bfloat16)
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32 if half else None)
         return norm.square()

@@ -38,13 +38,14 @@ class HalfPrecisionTransport(ProcessGroupTransport):
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         flat = self.flats[bucket]
-        error = self.add_error(bucket, flat)
+        error = self.add_error(bucket, flat)  # also to one that is sent as it is: a checkpoint may hold errors of it
         if self.group.size() == 1 or not len(flat) or dtype_sent(flat.dtype, self.dtype) == flat.dtype:
             return super().start(bucket, where=where, timed=timed)
         if error is None:
             sent = flat.to(self.dtype)
             return RoundedWork(self.start_tensor(sent, where=where, timed=timed), sent, flat)
         work = FeedbackWork(self, flat, error, where=where, timed=timed)
+        # Its second collective waits for the first one, and so would hold up backward: it comes in `flush`.
         self._without_sum.append(work)
         return work
 
@@ -62,7 +63,7 @@ class RoundedWork:
     """The sum of a rounded copy, under way."""
 
     def __init__(self, work: Work, sent: Tensor, flat: Tensor) -> None:
-        self.work, self.sent, self.flat = work, sent, flat
+        self.work, self.sent, self.flat = work, sent, flat  # `sent` must live until the collective has ended
         self.finished_at: float | None = None
 
     def is_done(self) -> bool:
@@ -92,7 +93,8 @@ class FeedbackWork:
         self.transport, self.flat, self.error, self.where, self.timed = transport, flat, error, where, timed
         self.has_sent_sum, self.finished_at = False, None
         world_size = transport.group.size()
-        self.shard = -(-len(flat) // world_size)
+        self.shard = -(-len(flat) // world_size)  # rounded up: all_to_all_single sends equal parts
+        # (world_size * shard,); the end, beyond `flat`, is sent too and must not be NaN.
         self.sent = torch.zeros(world_size * self.shard, dtype=transport.dtype, device=flat.device)
         self.sent[: len(flat)] = flat
         add_loss(error, flat, self.sent)
@@ -107,10 +109,12 @@ class FeedbackWork:
         """Add up this rank's shard of all ranks, and start to send it to them."""
         self.work.wait()
         group, shard = self.transport.group, self.shard
+        # In 16 bits each addition would round again, and only the last rounding is in `error`.
         wide = torch.promote_types(self.flat.dtype, torch.float32)
         total = self.arrived.view(group.size(), shard).to(wide).sum(0)
         rounded = total.to(self.sent.dtype)
-        add_loss(self.error[group.rank() * shard :][:shard], total, rounded)
+        add_loss(self.error[group.rank() * shard :][:shard], total, rounded)  # the last shard may be shorter
+        # In the memory of the first collective, which has ended; all ranks begin these in the order of buckets.
         sums = dist.all_gather(list(self.sent.split(shard)), rounded, group=group, async_op=True)
         self.work, self.has_sent_sum = self.transport.watch(sums, where=self.where, timed=self.timed), True
 
@@ -130,6 +134,7 @@ class RoundingErrors:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's errors, without those of parameters of which it has lost nothing."""
+        # Reading `any` waits for the device, but only when a checkpoint is made.
         return {"errors": {name: error for name, error in self.errors.by_name.items() if error.any()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from .transport import ProcessGroupTransport, Work
 class HierarchicalTransport(SharedMemoryTransport):
     """Sums each bucket in the memory of the ranks `inside` a host, and its shards over the ranks `between` hosts."""
 
-    spins, longest_nap_seconds = 1, LONGEST_NAP_SECONDS
+    spins, longest_nap_seconds = 1, LONGEST_NAP_SECONDS  # a network is slower than memory: polling only takes a core
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class HierarchicalTransport(SharedMemoryTransport):
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         flats = super().allocate(sizes)
+        # The group inside a host counts from 0, but errors name the ranks of the run.
         for peer, name in zip(self.peers, self.names, strict=True):
             peer.rank = name
+        # Shards are exchanged in the shared memory itself, without a copy.
         self.between.flats = [bucket.sums for bucket in self.buckets if isinstance(bucket, HostBucket)]
         self.between.errors_of = None if self.errors_of is None else self._errors_of_shard
         return flats
@@ -74,6 +76,7 @@ class HierarchicalTransport(SharedMemoryTransport):
                     break  # shards that hosts exchange in different orders would be added up wrongly
                 bucket.add_up()
                 bucket.exchange = self.between.start(bucket.number, where=bucket.where)
+        # After all shards have started, as on every host: rounded sums are collectives of their own.
         if self._is_flushed and all(bucket.exchange is not None for bucket in buckets):
             self.between.flush()
         self.under_way = [bucket for bucket in buckets if not self._try_write(bucket)]
@@ -85,13 +88,14 @@ class HierarchicalTransport(SharedMemoryTransport):
         assert self.errors_of is not None
         shared = self.buckets[bucket]
         assert isinstance(shared, HostBucket)
+        # Offsets count from the start of a bucket, though `sums` is in that of the host's first rank.
         start = shared.sums.storage_offset() - shared.flat.storage_offset()
         return self.errors_of(bucket)[start : start + len(shared.sums)]
 
     def _try_write(self, bucket: HostBucket) -> bool:
         if bucket.exchange is None or not bucket.exchange.is_done():
             return False
-        bucket.exchange.wait()
+        bucket.exchange.wait()  # it has ended: this raises its error, or copies a sum that was sent rounded
         bucket.write()
         self.raise_summed(bucket)
         return True
@@ -108,7 +112,7 @@ class HostBucket(SharedBucket):
     def __init__(self, number: int, flats: list[Tensor], rank: int) -> None:
         super().__init__(number, flats[rank], [])
         self.shards = [shard_of(flat, rank, len(flats)) for flat in flats]
-        self.sums = self.shards[0]  # only this rank reads or writes this shard
+        self.sums = self.shards[0]  # in the bucket of the host's first rank; only this rank reads or writes this shard
         self.where, self.exchange = "", None
 
     def add_up(self) -> None:
@@ -142,6 +146,7 @@ def open_host_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return the group of the ranks of this host, and that of the ranks at the same place of every host. Collective."""
     sets = hosts.ranks, hosts.columns(hosts.fewest_ranks)
-    inside, between = (own_groups.new_of_sets(each, group, backend="gloo") for each in sets)
-    assert inside is not None and between is not None
+    # Every rank makes all groups in this order, also those without it: torch hangs otherwise.
+    inside, between = (own_groups.new_of_sets(rank_sets, group, backend="gloo") for rank_sets in sets)
+    assert inside is not None and between is not None  # hosts are even: each rank is in one row and one column
     return inside, between

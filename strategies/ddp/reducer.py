@@ -70,6 +70,7 @@ class Reducer:
         self.entries = [GradientEntry(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [entry.parameter for entry in self.entries]
         self.device = _only_device(self.parameters)
+        # Before any bucket exists: ranks with other parameters would add up unrelated gradients, or hang.
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
         self.failure_store = failure_store or FailureStore(group, token=token)
         collective = ProcessGroupTransport(
@@ -98,6 +99,7 @@ class Reducer:
         self._queue = LaunchQueue(self._launch)
         self._num_completed = 0  # buckets whose results are in the gradients
         self._first_backward = FirstBackwardStats(self.entries, settings=self.settings)
+        # `.grad` of an earlier step is equal on all ranks: their mean is itself, their sum is a multiple.
         divisor = 1 if self.settings.average else self.world_size
         self._unused = UnusedParameters(
             self.entries, filler=self.filler, queue=self._queue, accumulated_divisor=divisor
@@ -117,7 +119,7 @@ class Reducer:
         self.start()
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # also KeyboardInterrupt: ranks that have launched buckets wait for this one
             self.abort(error)
             raise
         self.finish()
@@ -125,6 +127,7 @@ class Reducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Only accumulate gradients on this rank; the next reduction includes the sum."""
+        # Before the backward adds to them: then the sum over ranks of an earlier reduction is still separate.
         self._unused.pre_divide_accumulated()
         yield
 
@@ -150,7 +153,9 @@ class Reducer:
         self.mark_unused(unused)
         finish = partial(self._finish_on_hook)
         # Autograd drops the callback when the backward is over, without a call if an exception ended it.
+        # Not at exit: publishing a failure could wait for a store that is gone.
         weakref.finalize(finish, self._abort_unfinished).atexit = False
+        # Private: no public hook of torch runs at the end of the whole backward.
         Variable._execution_engine.queue_callback(finish)
 
     def start(self) -> None:
@@ -158,6 +163,7 @@ class Reducer:
         if self.failure is not None:
             raise RuntimeError(f"gradients cannot be reduced any more: {self.failure}")
         self.is_open, self.was_aborted, self._has_begun, self._num_completed = True, False, False, 0
+        # Times of gradients only in recorded steps: a list here keeps every hook off its fast path.
         self.arrived_at = [0.0] * len(self.entries) if self.after_step else []
         self.began_at = time.perf_counter()
         self._queue.reset(self.buckets)
@@ -187,6 +193,7 @@ class Reducer:
                 self._unused.fill_unused()
             if not self._queue.is_complete:
                 self._fill_missing()
+            # Only after the last bucket has started, so that every rank has the same order of collectives.
             self.transport.flush()
             self.reductions.run_hooks(self.buckets)
             for bucket in self.buckets[self._num_completed :]:
@@ -195,6 +202,7 @@ class Reducer:
                 future.wait()
             self.awaited.clear()
         except BaseException as error:
+            # Some ranks may have more of the collectives than others: a next step would mix up buckets.
             self.failure = str(error)
             raise
         finally:
@@ -209,6 +217,7 @@ class Reducer:
     def abort(self, error: BaseException | None = None) -> None:
         """Discard the backward under way; launched buckets break the Reducer, and the other ranks learn why."""
         self.is_open = self._fast = False
+        # A launched bucket cannot be taken back; before that this rank may still repeat its backward.
         if self._queue.next > 0 and self.world_size > 1:
             self.publish_failure("a backward did not complete" if error is None else f"{type(error).__name__}: {error}")
 
@@ -233,7 +242,7 @@ class Reducer:
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:
         """Reduce the buckets by `hook(state, bucket)`, which leaves the mean over ranks. Once, before training."""
         self.reductions.register_hook(state, hook)
-        self.filler.scale = 1.0
+        self.filler.scale = 1.0  # the hook takes the mean itself
 
     def set_divisor(self, divisor: int) -> None:
         """Divide the next sums over ranks by `divisor`; without effect if a hook is registered."""
@@ -257,12 +266,12 @@ class Reducer:
         return [entry.parameter.register_post_accumulate_grad_hook(self._make_hook(entry)) for entry in self.entries]
 
     def _follow_hooks(self) -> None:
-        """Register the hooks again behind any that came later: what is reduced is the gradient that all others left."""
+        """Register the hooks again after any that came later: what is reduced is the gradient that all others left."""
         for entry, handle in zip(self.entries, self._handles, strict=True):
             hooks = entry.parameter._post_accumulate_grad_hooks  # torch has no public way to see them
-            if next(reversed(hooks)) != handle.id:
-                for each in self._handles:
-                    each.remove()
+            if next(reversed(hooks)) != handle.id:  # they run in the order of this dict
+                for outdated_handle in self._handles:
+                    outdated_handle.remove()
                 self._handles = self._register_hooks()
                 return
 
@@ -275,14 +284,16 @@ class Reducer:
                 return
             entry.remaining -= 1
             if entry.remaining:
+                # The hook fires several times in a static graph: the gradient is complete at the last one only.
                 entry.used_this_backward = True
                 if entry.remaining < 0:
                     self._raise_marked_twice(entry)
                 return
             gradient, view = parameter.grad, entry.view
+            # Sparse, undefined, or with a graph (create_graph=True), into which a copy must not be recorded.
             if view is None or gradient is None or gradient.requires_grad:
                 self.filler.fill(entry)
-            elif gradient is view:
+            elif gradient is view:  # autograd has added to the bucket in place
                 if filler.scale != 1.0:
                     view.mul_(filler.scale)
             else:
@@ -302,6 +313,7 @@ class Reducer:
             return on_gradient
 
         def on_cuda_gradient(parameter: Tensor) -> None:
+            # Backward of a forward on a side stream runs there: the bucket's launch has to wait for that stream.
             if entry.bucket is not None:
                 entry.bucket.streams.add(torch.cuda.current_stream(self.device))
             on_gradient(parameter)
@@ -316,10 +328,11 @@ class Reducer:
         """
         if not self.is_open:
             if not self.expects_backward:  # in no_sync, or of a forward of the module itself
+                # The next reduction includes it, and must not take the parameter for an unused one.
                 entry.used_this_backward, entry.accumulated = True, False
                 self.filler.move_into_bucket(entry)
                 return False
-            self.start_on_hook()
+            self.start_on_hook()  # no output of the module was reached, so none of their hooks has started it
         self._has_begun = True
         if self.arrived_at:
             self.arrived_at[entry.index] = time.perf_counter()
@@ -327,6 +340,7 @@ class Reducer:
             self._fast = not self.arrived_at
             self._unused.fill_unused()
             return True
+        # Other settings tolerate a second firing: the first step learns how many firings to expect.
         if (
             self._first_backward.record(entry) > 1
             and self.settings.find_unused_parameters == "error"
@@ -360,10 +374,12 @@ class Reducer:
         flags = self.settings.find_unused_parameters != "error"
         self.buckets = make_buckets(self.plan, self.entries, self.transport, flags=flags)
         self._queue.reset(self.buckets)
+        # Bucket by bucket: gradients that move in free their own memory before the next bucket takes more.
         for bucket in self.buckets:
             if bucket.contents is not None:
                 self.transport.reserve(bucket.index)
             for entry in bucket.entries:
+                # Also what backwards in no_sync have left before the first reduction.
                 entry.used_this_backward = entry.used_this_backward or entry.arrived > 0
                 self._unused.fill(entry)
             self._launch_filled()
@@ -405,6 +421,7 @@ class Reducer:
     # ---- Errors
 
     def _check_unused(self, unused: Sequence[GradientEntry]) -> None:
+        # A shadow of the others' backward has no gradients at all, which is no mistake.
         if self.settings.find_unused_parameters != "error" or not unused or self._unused.is_shadow:
             return
         names = ", ".join(repr(entry.name) for entry in unused[:MAX_NAMES])
@@ -416,16 +433,16 @@ class Reducer:
         )
 
     def _raise_marked_twice(self, entry: GradientEntry) -> NoReturn:
-        changed = "Your training graph has changed in this iteration, which static_graph=True rules out: "
+        reason = "Your training graph has changed in this iteration, which static_graph=True rules out: "
         self._raise(
-            f"{changed if self.settings.static_graph and self.buckets else ''}parameter {entry.name!r} was marked "
+            f"{reason if self.settings.static_graph and self.buckets else ''}parameter {entry.name!r} was marked "
             f"ready twice in one backward ({entry.expected} expected). Expected to mark a variable ready only once. "
             "This happens when a reentrant checkpoint runs a module several times, or when one forward's graph is run "
             "backward in parts; with static_graph=True the number of times is learned from the first step."
         )
 
     def _raise(self, why: str) -> NoReturn:
-        self.publish_failure(why)
+        self.publish_failure(why)  # or the other ranks wait until their timeout for buckets that never come
         raise RuntimeError(why)
 
 

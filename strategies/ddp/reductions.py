@@ -49,6 +49,7 @@ class BucketReductions:
     def start(self, bucket: Bucket, transport: Transport, *, where: str, is_last: bool, timed: bool) -> None:
         """Start to reduce a filled bucket; `where` names the place in errors."""
         bucket.launched_at = time.perf_counter()
+        # Or the collective, which follows the current stream, might send a bucket that is not written yet.
         if bucket.streams:  # that have written gradients
             current = torch.cuda.current_stream(self.device)
             for stream in bucket.streams - {current}:
@@ -57,6 +58,7 @@ class BucketReductions:
         if bucket.contents is None:
             self._start_sparse(bucket, where)
             return
+        # Flags follow the gradients in `contents`, so that one reduction sums both.
         if self._uses_flags:
             _set_flags(bucket)
         if self.hook is None:
@@ -73,15 +75,16 @@ class BucketReductions:
         if self.hook is None:
             return
         running = [bucket for bucket in buckets if bucket.pending_hook is not None]
+        # One step of each hook in a round, not one hook to its end: collectives of several buckets overlap.
         waiting = running
         while waiting:
             waiting = [b for b in waiting if b.pending_hook is not None and not b.pending_hook.advance()]
         for bucket in running:
             assert bucket.pending_hook is not None and bucket.pending_hook.result is not None
             result = bucket.pending_hook.result
-            if result.data_ptr() != bucket.flat.data_ptr():
+            if result.data_ptr() != bucket.flat.data_ptr():  # a hook may reduce in place, or return another tensor
                 bucket.flat.copy_(result.view_as(bucket.flat))
-            if not self.settings.average:
+            if not self.settings.average:  # hooks leave the mean, and strategies weight losses for a sum
                 bucket.flat.mul_(self.world_size)
             if bucket.flags is not None:
                 bucket.flags.wait()
@@ -104,6 +107,7 @@ class BucketReductions:
         (entry,) = bucket.entries
         gradient = entry.parameter.grad
         if gradient is None or bucket.unused:
+            # Without values, but with the sparse dimensions of the other ranks: gloo compares them.
             size, dims = entry.parameter.size(), entry.sparse_dim
             gradient = torch.sparse_coo_tensor(
                 torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
@@ -119,18 +123,20 @@ class BucketReductions:
 
     def _restore_unused(self, bucket: Bucket) -> None:
         """Restore the gradient of each parameter that no rank used, and set the result for the others."""
+        # A zero that no rank contributed must not become a gradient: weight decay and momentum would apply it.
         used = self._used(bucket)
         for position in bucket.unused:
             entry = bucket.entries[position]
             gradient, view, saved_grad = entry.parameter.grad, entry.view, entry.saved_grad
             entry.saved_grad = None
             if view is None:
+                # A sparse sum has replaced `.grad`: what was accumulated in it earlier is added here.
                 if saved_grad is not None and gradient is not None and used[position]:
                     entry.parameter.grad = saved_grad + gradient
                 elif not used[position]:
                     entry.parameter.grad = saved_grad
             elif not used[position]:
-                if gradient is view and saved_grad is not None:
+                if gradient is view and saved_grad is not None:  # the sum of equal parts may differ in the last bit
                     view.copy_(saved_grad)
             elif self.settings.gradient_as_bucket_view:
                 entry.parameter.grad = view
@@ -145,6 +151,7 @@ class BucketReductions:
             return [True] * len(bucket.entries)
         if bucket.contents is None:
             gradient = bucket.entries[0].parameter.grad
+            # Private: the public methods require the sum to be coalesced, which costs a sort.
             return [gradient is not None and gradient._nnz() > 0]
         if bucket.flags is not None:
             bucket.flags.wait()
@@ -172,7 +179,7 @@ def _copy_back(bucket: Bucket) -> None:
     if pairs:
         gradients, views = zip(*pairs, strict=True)
         with torch.no_grad():
-            torch._foreach_copy_(gradients, views)
+            torch._foreach_copy_(gradients, views)  # private: torch has no public copy of many tensors in one call
 
 
 def open_transport(
@@ -199,6 +206,7 @@ def open_transport(
         process_group = over(group)
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
+    # Every rank has the reasons of all, and so decides the same: ranks on different transports would hang.
     hosts = HostLayout.of(gather(host_name(), group))
     reason, inside, between = why_not_inside_hosts(hosts, group), group, None
     if reason is None and len(hosts.ranks) > 1:

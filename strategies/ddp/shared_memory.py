@@ -35,9 +35,9 @@ from trainkit.distributed.failure_store import FailureStore, stopped
 from ..host_layout import host_name
 from .transport import Transport, Work
 
-LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples
-NONCE_BYTES = 16
-MESSAGE_BYTES = 4096
+LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples, so that no two ranks write one
+NONCE_BYTES = 16  # random, to recognize the memory of a rank
+MESSAGE_BYTES = 4096  # of the reason why a rank stops, with its length; longer ones are cut
 CHUNK_ELEMENTS = 128 * 1024  # added at once, so that the sum is still in the cache when it is written to all
 SPINS = 2000  # polls before a waiting rank begins to sleep
 NAP_SECONDS = 50e-6
@@ -89,7 +89,8 @@ class SharedMemoryTransport(Transport):
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return one flat tensor of zeros for each (elements, dtype), in memory that all ranks map."""
         self.close()
-        self._extents, end = [], _round_up(NONCE_BYTES + MESSAGE_BYTES + 24 * len(sizes), 4096)  # behind the counters
+        # After the counters, of which a bucket has three with 8 bytes: filled, summed, and the time of the sum.
+        self._extents, end = [], _round_up(NONCE_BYTES + MESSAGE_BYTES + 24 * len(sizes), 4096)
         for numel, dtype in sizes:
             start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
             self._extents.append((start, end))
@@ -106,7 +107,7 @@ class SharedMemoryTransport(Transport):
     def reserve(self, bucket: int) -> None:
         """Take the memory of this rank's bucket now: if none is left this is an error, but later a SIGBUS."""
         start, end = self._extents[bucket]
-        start -= start % mmap.PAGESIZE
+        start -= start % mmap.PAGESIZE  # madvise accepts only the start of a page
         if self.preallocate or end == start:
             return
         try:
@@ -122,7 +123,9 @@ class SharedMemoryTransport(Transport):
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         """Mark this rank's bucket as filled, and sum its shards of buckets that all ranks have filled."""
         shared = self.buckets[bucket]
+        # Sums in memory round nothing: errors are those of sums between hosts, or of a checkpoint.
         self.add_error(bucket, shared.flat)
+        # Counters grow by one a step and are never reset, or a fast rank would reset one that a slow rank still reads.
         shared.round += 1
         self.raise_counter(2 * shared.number, shared.round)
         self.under_way.append(shared)
@@ -164,6 +167,7 @@ class SharedMemoryTransport(Transport):
 
     def raise_summed(self, bucket: SharedBucket) -> None:
         """Publish that this rank's shard is summed, and the time."""
+        # The time first: a rank that sees the counter reads it.
         self.peers[self.rank].counters[2 * len(self.buckets) + bucket.number] = time.perf_counter_ns()
         self.raise_counter(2 * bucket.number + 1, bucket.round)
 
@@ -185,6 +189,7 @@ class SharedBucket:
     def add_shard(self) -> None:
         """Leave the sum of this rank's shard in every rank's flat tensor."""
         with torch.no_grad():
+            # In rank order, in this one place: every rank has the same bits.
             for first, *others in self.chunks:
                 for other in others:
                     first.add_(other)
@@ -218,7 +223,7 @@ class BucketWork:
             transport.progress()
             if transport.is_done(bucket):
                 break
-            os.sched_yield()
+            os.sched_yield()  # with more ranks than cores, the rank that is waited for may need this one
         else:
             self._sleep_until_done()
         summed_at = 2 * len(transport.buckets) + bucket.number  # written by each rank
@@ -259,19 +264,21 @@ class PeerMemory:
         self.rank, self.pid, self.region = rank, pid, region
         view = memoryview(region)
         self.text = view[NONCE_BYTES : NONCE_BYTES + MESSAGE_BYTES]
-        self.counters = view[NONCE_BYTES + MESSAGE_BYTES :].cast("Q")
+        self.counters = view[NONCE_BYTES + MESSAGE_BYTES :].cast("Q")  # aligned, so that no read sees half a value
         self.pidfd: int | None = None
+        # A pid may be given to a new process, a descriptor of the process may not; kernels before 5.3 have none.
         with suppress(OSError):
             self.pidfd = os.pidfd_open(pid)
 
     def write_message(self, message: str) -> None:
         encoded = message.encode()[: MESSAGE_BYTES - 8]
         self.text[4 : 4 + len(encoded)] = encoded
+        # The length last: a waiting rank takes a message as soon as it is above 0.
         self.text[:4] = len(encoded).to_bytes(4, "little")
 
     def message(self) -> str:
         length = int.from_bytes(self.text[:4], "little")
-        return bytes(self.text[4 : 4 + length]).decode(errors="replace")
+        return bytes(self.text[4 : 4 + length]).decode(errors="replace")  # the cut may be inside a character
 
     def is_gone(self) -> bool:
         if self.pidfd is None:
@@ -304,16 +311,16 @@ def share_regions(group: dist.ProcessGroup, num_bytes: int, *, preallocate: bool
     system and lives as long as its mappings, so a killed process leaves nothing behind.
     Raises `SharedMemoryError` on every rank, with the first rank's reason, if one of them fails.
     """
-    own = _make_region(num_bytes, preallocate)
+    local_region = _make_region(num_bytes, preallocate)  # a failure is gathered too, or the others would wait for it
     try:
-        regions = gather(own, group)
+        regions = gather(local_region, group)
         _raise_first_problem([region.problem for region in regions])
         mappings, problem = _map_all(regions, num_bytes, preallocate)
         # Also a barrier: every rank has mapped this one's memory before its descriptor is closed.
         _raise_first_problem(gather(problem, group))
     finally:
-        if own.fd >= 0:
-            os.close(own.fd)
+        if local_region.fd >= 0:
+            os.close(local_region.fd)
     return [(region.pid, mapping) for region, mapping in zip(regions, mappings, strict=True)]
 
 
@@ -326,7 +333,7 @@ def _make_region(num_bytes: int, preallocate: bool) -> SharedRegion:
     fd = -1
     try:
         fd = os.memfd_create("trainkit-gradients", os.MFD_CLOEXEC)
-        os.fchmod(fd, 0o600)
+        os.fchmod(fd, 0o600)  # a new memfd has rights for every user
         os.ftruncate(fd, num_bytes)
         if preallocate:
             os.posix_fallocate(fd, 0, num_bytes)  # an error now rather than a SIGBUS later

@@ -135,7 +135,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._check_reduce_dtype(reduce_dtype, error_feedback)
         self.reduce_dtype, self.error_feedback = reduce_dtype, error_feedback
         self.settings = ReducerSettings(
-            average=False,
+            average=False,  # losses are weighted by their fraction of the global batch, so their gradients are summed
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -178,9 +178,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if self._divided_by is not None:
             self._check_separable(phase_optimizer)
         named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
-        own = {id(p) for p in phase_optimizer.parameters}
+        # Ids are unique here: the optimizer and the task hold all of these parameters.
+        optimizer_ids = {id(p) for p in phase_optimizer.parameters}
+        # A single optimizer may leave out parameters that get gradients: they are reduced too, as in one process.
         if phase_optimizer.phase:
-            named = [(name, p) for name, p in named if id(p) in own]
+            named = [(name, p) for name, p in named if id(p) in optimizer_ids]
         comm = self.comm
         self._hosts = HostLayout.of(gather(self.host(), comm.group))
         self.reducer = Reducer(
@@ -191,11 +193,13 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             own_groups=self._own_groups,
         )
         self._reducers[phase_optimizer.phase] = self.reducer
-        self._trains_all = own == {id(p) for _, p in named}
+        # Otherwise the norm over the buckets would count gradients that are not clipped.
+        self._trains_all = optimizer_ids == {id(p) for _, p in named}
         if self.error_feedback:
             errors = self._hook_states[phase_optimizer.phase] = RoundingErrors(comm.group)
             self.reducer.transport.errors_of = partial(_errors_of, self.reducer, errors.errors)
         if self.comm_hook is not None:
+            # One state for each phase: bucket numbers, by which it keeps errors, begin at 0 in each Reducer.
             state = self._hook_states[phase_optimizer.phase] = self.comm_hook.state(comm.group)
             self.reducer.register_hook(state, self.comm_hook.hook)
             if isinstance(state, PeriodicAveraging):
@@ -227,6 +231,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         """Reduce the gradients of the parameters that require one now; collective."""
         name = next((name for name, parameter in self._untrained.items() if parameter.requires_grad), None)
+        # The new reducers begin with a new state: errors, or weights that differ between ranks, would be lost.
         if self.comm_hook is not None or self.error_feedback:
             what = "the parameters of the optimizer changed" if name is None else f"{name} was unfrozen or added"
             setting = "error_feedback=false" if self.error_feedback else "comm_hook=none"
@@ -256,6 +261,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _check_separable(self, phase_optimizer: PhaseOptimizer) -> None:
         """Raise UserError if the optimizer or its present hooks use several parameters together."""
+        # Trying copies takes milliseconds, and this runs between any two steps: only a new hook is tried.
         hooks = step_hooks(phase_optimizer.optimizer)
         if hooks == self._tried_hooks:
             return
@@ -322,14 +328,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             return self.settings.bucket_cap_mb
         if len(self._hosts.ranks) == 1:
             return self.largest_cap_mb
-        whole = sum(parameter.nbytes for parameter in parameters) / MIB
-        return min(max(1.0, whole / _BUCKETS_BETWEEN_HOSTS), self.largest_cap_mb)
+        gradient_mb = sum(parameter.nbytes for parameter in parameters) / MIB
+        return min(max(1.0, gradient_mb / _BUCKETS_BETWEEN_HOSTS), self.largest_cap_mb)
 
     def publish_failure(self, why: str) -> None:
         """Publish to the other ranks why this one stops."""
         if self.reducer is None:
             super().publish_failure(why)
-        elif self.comm.world_size > 1:
+        elif self.comm.world_size > 1:  # in shared memory too, where waiting ranks look more often than in the store
             self.reducer.publish_failure(why)
 
     def teardown(self) -> None:
@@ -352,6 +358,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _new_timeline(self) -> Timeline:
         shares_memory = self.reducer is not None and self.reducer.transport.name == "shared_memory"
+        # The advice must not name a setting that changes nothing here.
         sends_nothing = shares_memory and len(self._hosts.ranks) == 1
         is_compressed = self.comm_hook is not None or self.reduce_dtype is not None
         compressed = "" if sends_nothing or is_compressed else "strategy.reduce_dtype=bf16"
@@ -370,9 +377,9 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
         `None` with a hook or `reduce_dtype`.
         """
-        whole = sum(parameter.nbytes for parameter in self._all_trained)
+        gradient_bytes = sum(parameter.nbytes for parameter in self._all_trained)
         is_compressed = self.comm_hook is not None or self.reduce_dtype is not None
-        return None if is_compressed else ring_bytes(whole, self.comm.world_size)
+        return None if is_compressed else ring_bytes(gradient_bytes, self.comm.world_size)
 
     @property
     def waited_seconds(self) -> float | None:
@@ -402,6 +409,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch and free its graph."""
         reducer = self.reducer
+        # `is_open` in the last micro-batch only: the backwards of the others reduce nothing that could wait.
         finds_unused = self.settings.find_unused_parameters == "graph"
         if finds_unused and reducer is not None and reducer.is_open and output.loss is not None:
             reducer.mark_unused(unreached_parameters([output.loss], reducer.parameters))
@@ -417,6 +425,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the sum of weights over all ranks if the task returned weights; collective."""
         super()._normalize_gradients(outputs, batch)
+        # Only the output of training_step shows if it returns weights, and then the sums are made already.
         if not self._weighted:
             return
         if self._bucketwise is not None:
@@ -460,10 +469,12 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Return the task's parameters and buffers, under local SGD the mean of parameters; complete on rank 0."""
         if self._averaging is None or not self._averaging.weights_differ:
             return super().state_dict(task)
+        # By id, with `keep_vars`: a parameter under two names has two entries and one mean.
         means = {id(parameter): self._averaging.mean(parameter) for parameter in self._averaged.values()}
-        whole = task.state_dict(keep_vars=True).items()
+        entries = task.state_dict(keep_vars=True).items()
         return {
-            name: means.get(id(value), value.detach() if isinstance(value, Tensor) else value) for name, value in whole
+            name: means.get(id(value), value.detach() if isinstance(value, Tensor) else value)
+            for name, value in entries
         }
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
@@ -471,6 +482,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
         Under local SGD every rank has the mean of weights afterwards, and a timeline has the links of all ranks.
         """
+        # The caller gets the state of rank 0, which must not be the weights of that rank alone.
         if self._averaging is not None:
             self._averaging.average(list(self._averaged.values()))
         if self.timeline is not None:
@@ -482,12 +494,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         hooks = self._saved_hook_states()
         if not hooks:
             return {}
-        own: dict[str, Any] = {"hooks": {phase: state.state_dict() for phase, state in hooks.items()}}
+        local_state: dict[str, Any] = {"hooks": {phase: state.state_dict() for phase, state in hooks.items()}}
+        # From then on the optimizer's state differs between ranks for good; averaging makes only weights equal.
         if self._averaging is not None and self._averaging.step > self._averaging.start_step:
             assert self._optimizer is not None
-            own |= {"weights": self._averaged, "optimizer": self._optimizer.state_dict()["state"]}
-        own = map_tensors(own, lambda tensor: tensor.detach().to("cpu", copy=True))  # without what it is a view of
-        return {"comm_hook": self._hook_name, "hook_states": self.comm.gather_object(own)}
+            local_state |= {"weights": self._averaged, "optimizer": self._optimizer.state_dict()["state"]}
+        # Copied: pickling a view of a bucket would send the memory of the whole bucket.
+        local_state = map_tensors(local_state, lambda tensor: tensor.detach().to("cpu", copy=True))
+        return {"comm_hook": self._hook_name, "hook_states": self.comm.gather_object(local_state)}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
         """Restore this rank's state of the communication hook.
@@ -500,16 +514,16 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         name = self._hook_name
         is_same_hook = saved["comm_hook"] == name and states[0]["hooks"].keys() == hooks.keys()
         if is_same_hook and len(states) == self.comm.world_size:
-            own = in_memory(states[self.comm.rank])
+            local_state = in_memory(states[self.comm.rank])  # the states of the other ranks stay on the disk
             for phase, hook in hooks.items():
-                hook.load_state_dict(own["hooks"][phase])
-            if "weights" in own:
-                self._load_own_weights(own)
+                hook.load_state_dict(local_state["hooks"][phase])
+            if "weights" in local_state:
+                self._load_own_weights(local_state)
             return
         is_merged = is_same_hook and all(isinstance(hook, MergedHookState) for hook in hooks.values())
         for phase, hook in hooks.items() if is_merged else ():
             assert isinstance(hook, MergedHookState)
-            hook.load_from_ranks([in_memory(each["hooks"][phase]) for each in states])
+            hook.load_from_ranks([in_memory(state["hooks"][phase]) for state in states])
         if self.comm.is_main and ("weights" in states[0] or not is_merged):
             logger.warning(
                 "the checkpoint holds communication state of %s on %d ranks, and this run has that of %s on %d: %s.",
@@ -542,13 +556,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 )
         return saved
 
-    def _load_own_weights(self, own: Mapping[str, Any]) -> None:
+    def _load_own_weights(self, local_state: Mapping[str, Any]) -> None:
         """Load the weights and the optimizer's state of this rank, which differ from other ranks'."""
         assert self._optimizer is not None
         with torch.no_grad():
             for name, parameter in self._averaged.items():
-                parameter.copy_(own["weights"][name])
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": own["optimizer"]})
+                parameter.copy_(local_state["weights"][name])
+        # The parameter groups, with their learning rates, are equal on all ranks and loaded already.
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": local_state["optimizer"]})
 
 
 def _errors_of(reducer: Reducer, errors: ErrorFeedback, bucket: int) -> Tensor:
@@ -571,16 +586,18 @@ class BucketwiseOptimizer:
 
     def step(self, bucket: Bucket) -> None:
         """Update the bucket's parameters."""
+        # Buckets do not change after the first backward, so they are matched with the groups once.
         parts = self._parts.get(bucket.index)
         if parts is None:
             members = [{id(parameter) for parameter in group} for group in self._groups]
             reduced = [entry.parameter for entry in bucket.entries]
             parts = self._parts[bucket.index] = [[p for p in reduced if id(p) in ids] for ids in members]
+        # The groups themselves stay: a schedule changes their learning rates, and the state is keyed by parameter.
         groups = self.optimizer.param_groups
         try:
             for group, part in zip(groups, parts, strict=True):
                 group["params"] = part
             self.optimizer.step()
-        finally:
+        finally:  # or a checkpoint, or zero_grad, would miss parameters
             for group, params in zip(groups, self._groups, strict=True):
                 group["params"] = params

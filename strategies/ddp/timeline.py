@@ -103,22 +103,26 @@ class Timeline:
     def record(self, reducer: Reducer) -> None:
         """Record the step that the Reducer has just finished."""
         buckets = tuple(BucketTimes(b.ready_at, b.launched_at, b.finished_at, b.num_bytes) for b in reducer.buckets)
+        # A mark may be of an earlier step, or of a micro-batch that was only accumulated.
         marked = reducer.began_at < self._backward_began < reducer.backward_ended_at
         forward_end = self._backward_began if marked else None
         begin, backward_end, end = reducer.began_at, reducer.backward_ended_at, reducer.ended_at
+        # In the drop-in the Reducer's step begins with backward, under a strategy with the forward before it.
         if self.forward_began:
             begin, forward_end, self.forward_began = self.forward_began, begin, 0.0
+        # Not strict: the list is empty for a step that had begun before recording did.
         arrivals = {entry.name: at for entry, at in zip(reducer.entries, reducer.arrived_at, strict=False) if at}
+        # The Reducer counts a step before it is recorded.
         self.steps.append(StepTimes(reducer.step - 1, begin, backward_end, end, buckets, forward_end, arrivals))
         self._reducer = reducer
 
     def arrivals(self) -> dict[str, float]:
         """Return the seconds from the start of backward to each gradient, in order: means over the recorded steps."""
-        found: dict[str, list[float]] = {}
+        times_by_name: dict[str, list[float]] = {}
         for step in self.steady_steps():
             for name, at in step.arrivals.items():
-                found.setdefault(name, []).append(at - step.backward_begin)
-        return dict(sorted(((name, mean(times)) for name, times in found.items()), key=lambda item: item[1]))
+                times_by_name.setdefault(name, []).append(at - step.backward_begin)
+        return dict(sorted(((name, mean(times)) for name, times in times_by_name.items()), key=lambda item: item[1]))
 
     def ideal_buckets(self) -> list[list[str]]:
         """Return the names of the parameters in each bucket if these were filled in the order of `arrivals`.
@@ -130,6 +134,7 @@ class Timeline:
             return []
         entries = self._reducer.entries
         names = [entry.name for entry in entries]
+        # Without a gradient in reverse order, as in the plan that the Reducer makes.
         order = sorted(range(len(names)), key=lambda index: (arrivals.get(names[index], float("inf")), -index))
         unused = [index for index, name in enumerate(names) if name not in arrivals]
         plan = make_plan(entries, settings=self._reducer.settings, order=order, apart=unused)
@@ -192,7 +197,7 @@ class Timeline:
         steps = self.steady_steps()
         if not steps:
             return None
-        step = sorted(steps, key=lambda one: one.end - one.begin)[len(steps) // 2]
+        step = sorted(steps, key=lambda step_times: step_times.end - step_times.begin)[len(steps) // 2]
         last, count = steps[-1], len(steps)
         communication = sum(step.communication for step in steps) / count
         waited = sum(step.end - step.backward_end for step in steps) / count
@@ -205,12 +210,14 @@ class Timeline:
                 f"gradients in {len(last.buckets)} {self.word}{plural}", sum(b.num_bytes for b in last.buckets), "bytes"
             ),
         ]
+        # The length varies from step to step, so one step is drawn; the figures are means.
         title = f"Forward and backward of the last micro-batch on rank {self.rank}, and its {self.word}s"
         tracks = self._tracks(step)[: MAX_TRACKS + 1]
         return DrawnTimeline(strategy, title, tracks, step.step + 1, figures, self.advice())
 
     def trace(self) -> dict[str, Any]:
         """Return the steps as a Chrome trace, to be opened in chrome://tracing or ui.perfetto.dev."""
+        # Chrome's trace format: "X" is a bar with a duration, "i" an instant; times are in microseconds.
         events = [
             {
                 "name": f"step {step.step}: {span.kind} {span.name}",
@@ -252,7 +259,7 @@ class Timeline:
         for number, bucket in enumerate(step.buckets):
             name = f"{bucket.num_bytes / MIB:.2f} MiB"
             spans = [TimelineSpan("communication", bucket.launched, bucket.finished, name)]
-            if bucket.launched - bucket.ready > 1e-5:
+            if bucket.launched - bucket.ready > 1e-5:  # seconds; a bucket that is started at once takes less
                 why = f"{name} ready, an earlier one is not"
                 spans.insert(0, TimelineSpan("blocked", bucket.ready, bucket.launched, why))
             tracks.append(Track(f"{self.word} {number}", spans))
@@ -275,6 +282,7 @@ class OverlapMeter:
         for reducer in self._reducers:
             reducer.after_step.remove(self._timeline.record)
         measured = self._timeline.steady_steps()
+        # On CUDA these times are those at which kernels were queued, not run.
         if not steps or not measured or any(reducer.device.type != "cpu" for reducer in self._reducers):
             return None
         communication = sum(step.communication for step in measured) / steps
@@ -300,6 +308,6 @@ def logging_times(steps: Sequence[StepTimes]) -> dict[str, int]:
         "backward_comm_time_start": min(bucket.launched for bucket in buckets),
         "backward_comm_time_end": max(bucket.finished for bucket in buckets),
     }
-    found = {"iteration": last.step} | {name: int(1e9 * values[-1]) for name, values in times.items()}
-    found |= {f"avg_{name}": int(1e9 * mean(values)) for name, values in times.items()}
-    return found | {name: int(1e9 * value) for name, value in moments.items()}
+    fields = {"iteration": last.step} | {name: int(1e9 * values[-1]) for name, values in times.items()}
+    fields |= {f"avg_{name}": int(1e9 * mean(values)) for name, values in times.items()}
+    return fields | {name: int(1e9 * value) for name, value in moments.items()}

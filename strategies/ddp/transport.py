@@ -20,7 +20,8 @@ HookFuture = torch.futures.Future[Tensor]
 HookSteps = Generator[Any, Any, Tensor]
 CommunicationHook = Callable[[Any, Any], HookFuture | HookSteps]
 
-SLICE_SECONDS = 0.5  # of a wait, between two checks of the failure store
+# Of a wait, between two checks of the failure store, which is a network round trip.
+SLICE_SECONDS = 0.5
 
 
 class Work(Protocol):
@@ -81,7 +82,8 @@ class Transport(ABC):
         if self.errors_of is None:
             return None
         error = self.errors_of(bucket)
-        gradients[: len(error)].add_(error)
+        gradients[: len(error)].add_(error)  # flags may follow the gradients
+        # Zeroed also where nothing is rounded: an error that is added again in the next step counts twice.
         return error.zero_()
 
     def fail(self, message: str) -> None:
@@ -102,6 +104,7 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         self.group, self.failure_store, self.device = group, failure_store, device
         self.timeout_seconds = timeout_seconds
+        # With nccl `wait` returns at once and orders streams; gloo blocks the thread, also for CUDA tensors.
         self.on_stream = device.type == "cuda" and "nccl" in dist.get_backend(group)
         self.flats: list[Tensor] = []
 
@@ -117,15 +120,16 @@ class ProcessGroupTransport(Transport):
         """Start to sum any tensor, sparse ones included."""
         if self.group.size() == 1:
             return StreamWork(None)
+        # Callers start buckets in index order on every rank; the backend pairs collectives by order alone.
         return self.watch(dist.all_reduce(tensor, group=self.group, async_op=True), where=where, timed=timed)
 
     def watch(self, work: dist.Work | None, *, where: str, timed: bool = False) -> Work:
         """Return a collective of the group as a work whose wait ends if a rank fails."""
-        assert work is not None
+        assert work is not None  # torch returns None only on a rank outside of the group
         if self.on_stream:
             return StreamWork(work)
         watched = WatchedWork(work, where=where, failure_store=self.failure_store, timeout_seconds=self.timeout_seconds)
-        if timed:
+        if timed:  # not always: the callback takes the interpreter's lock on the backend's thread, during backward
             work.get_future().add_done_callback(watched.note_time)
         return watched
 
@@ -152,13 +156,14 @@ class WatchedWork:
         """Return once the collective is done; raise RankError with the root cause if a rank failed or timed out."""
         start, slices = time.monotonic(), 0
         while True:
+            # One long wait would not see that a peer has failed: gloo only knows connections and its own timeout.
             try:
                 self.work.wait(timedelta(seconds=SLICE_SECONDS))
-            except RuntimeError as error:
+            except RuntimeError as error:  # the slice has passed, or the collective failed: torch has one type for both
                 slices += 1
                 self._check(error, waited=time.monotonic() - start, slices=slices)
             else:
-                if slices > 1:
+                if slices > 1:  # `_check` has stored that this rank waits
                     self.failure_store.note_waiting("")
                 return
 
@@ -174,7 +179,7 @@ class WatchedWork:
             raise self.failure_store.broken(error, where=self.where, seconds=self.timeout_seconds) from None
         if cause is not None:
             raise stopped(self.where, cause) from None
-        if slices > 1:
+        if slices > 1:  # the first slice is often just a slow rank
             self.failure_store.check(where=self.where, waited=waited, timeout_seconds=self.timeout_seconds)
 
 
@@ -213,7 +218,7 @@ class PendingHook:
         if isinstance(returned, Generator):
             self.steps = returned
             self._step(None)
-        elif isinstance(returned, torch._C.Future):  # the futures of works are not torch.futures.Future
+        elif isinstance(returned, torch._C.Future):  # private: the futures of works are not torch.futures.Future
             self.waiting = returned
         else:
             raise RuntimeError(
@@ -243,9 +248,11 @@ class PendingHook:
             self._wait_for_future(waiting)
         elif not waiting.is_completed():
             self._wait_for_future(waiting.get_future())
+        # It has ended: this raises its error, returns its value, and on CUDA orders the current stream after it.
         return waiting.wait()
 
     def _wait_for_future(self, future: Any) -> None:
+        # A future's own wait has no time limit, so it would not notice that another rank has failed.
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         start = time.monotonic()
@@ -256,6 +263,7 @@ class PendingHook:
 
 def dtype_sent(dtype: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are sent: `chosen` if that is narrower, their own if complex."""
+    # bf16 and fp16 are never sent as each other: one lacks the range, the other the precision.
     if chosen is None or not dtype.is_floating_point or dtype.itemsize <= chosen.itemsize:
         return dtype
     return chosen

@@ -26,6 +26,7 @@ class BucketFiller:
             assert entry.bucket is not None
             self.add_zeros(entry, entry.bucket)
             return
+        # With create_graph=True it has a graph, of which the bucket must not become a part.
         gradient = gradient.detach()
         with torch.no_grad():
             if view is None:
@@ -40,6 +41,7 @@ class BucketFiller:
     def move_into_bucket(self, entry: GradientEntry) -> None:
         """Make a gradient that is only accumulated a view of its bucket, unscaled."""
         gradient, view = entry.parameter.grad, entry.view
+        # With a graph it stays as it is: the user may differentiate through it.
         if not self.as_view or gradient is None or view is None or gradient is view or gradient.requires_grad:
             return
         view.copy_(gradient)
@@ -54,11 +56,11 @@ class BucketFiller:
         """
         gradient, view = entry.parameter.grad, entry.view
         bucket.unused.append(bucket.entries.index(entry))
-        entry.saved_grad = saved_grad
+        entry.saved_grad = saved_grad  # only the reduced flags tell if any rank uses it
         if view is None:
             return
         if gradient is None or is_shadow:
-            view.zero_()
+            view.zero_()  # it still holds the sum of the last step
         elif gradient is not view:
             torch.mul(gradient, self.scale, out=view)
         elif self.scale != 1.0:
@@ -85,6 +87,7 @@ class UnusedParameters:
     def start(self) -> None:
         """Prepare for a backward; the buckets exist."""
         self.marked_unused = set(self.statically_unused)
+        # Other ranks use these, so their buckets cannot be without them: no hook of this rank counts them down.
         for index in self.statically_unused:
             self.entries[index].remaining = 1  # until it is filled with zeros
         self.pre_divide_accumulated()
@@ -100,9 +103,10 @@ class UnusedParameters:
             return
         for entry in self.entries:
             if entry.accumulated:
-                entry.accumulated = False
+                entry.accumulated = False  # a second no_sync, or the session after it, must not divide again
                 gradient = entry.parameter.grad
                 if gradient is not None:
+                    # Divided and added up again it might differ in the last bit.
                     self._undivided[entry.index] = gradient.clone()
                     gradient.mul_(1.0 / self.accumulated_divisor)
 
@@ -119,12 +123,12 @@ class UnusedParameters:
         bucket = entry.bucket
         assert bucket is not None
         entry.remaining = 0
-        if entry.used_this_backward:
+        if entry.used_this_backward:  # in a backward without sync, or less often than expected
             self.filler.fill(entry)
         else:
             gradient, saved_grad = entry.parameter.grad, self._undivided.get(entry.index)
             if gradient is not None and saved_grad is None:
-                saved_grad = gradient.clone()
+                saved_grad = gradient.clone()  # `.grad` may be the view that the reduction overwrites
             self.filler.add_zeros(entry, bucket, saved_grad=saved_grad, is_shadow=self.is_shadow)
         self.queue.count(bucket)
 
@@ -160,6 +164,7 @@ class FirstBackwardStats:
 
         Parameters unused by rank 0 come last, in reverse order.
         """
+        # Only a gradient shows that it is sparse: a rank without one learns it from the others, by the maximum.
         for entry in self.entries:
             gradient = entry.parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -167,7 +172,7 @@ class FirstBackwardStats:
         arrived = [entry.arrived for entry in self.entries]  # positions from 1 on, 0 without a gradient
         of_first = torch.tensor(arrived, device=device)
         of_any = torch.tensor([arrived, [entry.sparse_dim for entry in self.entries]], device=device)
-        if group.size() > 1:
+        if group.size() > 1:  # ranks may take different paths through the model, so one of them decides
             dist.broadcast(of_first, dist.get_global_rank(group, 0), group=group)
             dist.all_reduce(of_any, dist.ReduceOp.MAX, group=group)
         first, (any_rank, sparse_dims) = of_first.tolist(), of_any.tolist()
@@ -180,6 +185,7 @@ class FirstBackwardStats:
             for index in unused:
                 self.entries[index].expected = 0
             self.statically_unused = [e.index for e in self.entries if e.expected == 0 and e.index not in unused]
+        # From reduced numbers only: every rank sorts the same, or buckets would differ between ranks.
         order = sorted(range(len(first)), key=lambda index: (first[index] == 0, first[index], -index))
         return make_plan(self.entries, settings=self.settings, order=order, apart=unused)
 

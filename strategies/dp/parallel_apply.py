@@ -25,6 +25,7 @@ _ONLY_PARAMETERS = (
 """What torch says of tensors that are not parameters."""
 
 
+# The mode's module is private: torch has no public way to see every operation that runs.
 class DrawDetector(TorchDispatchMode):
     """Sees whether operations draw random numbers, also where the generator's state is put back (`fork_rng`)."""
 
@@ -50,7 +51,9 @@ class ParallelApply:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
+        # The caller's thread takes the first call. A pool of no threads is refused.
         self._pool = ThreadPoolExecutor(max(1, len(devices) - 1), thread_name_prefix="replica")
+        # A GPU that is named once has a generator that no other replica draws from.
         self._repeated = sorted({str(d) for d in devices if d.type == "cuda" and devices.count(d) > 1})
         self._draws: dict[str, bool] = {}  # kind of call -> whether it draws random numbers
 
@@ -61,16 +64,20 @@ class ParallelApply:
         """
         if len(calls) == 1:
             return [calls[0]()]
-        before = self._generator_states()
+        states_before = self._generator_states()
+        # Nothing is known of the first calls of a kind: at once, they could already draw in another order.
         in_turn = self._draws.get(kind, True)
         detector = DrawDetector()  # type: ignore[no-untyped-call] # torch's own
+        # A dispatch mode sees only its thread, in which the first calls run. It costs a Python call for each operation.
         with nullcontext() if kind in self._draws else detector:
             futures = self._in_turn(calls) if in_turn else self._at_once(calls)
         for index, future in enumerate(futures):
             error = future.exception()
+            # Others, such as SystemExit, are raised as they are by `result` below.
             if isinstance(error, Exception):
                 raise _located(error, index, len(calls), self._devices[index])
-        draws = detector.has_drawn or before != self._generator_states()
+        # The states show the draws of compiled code, of Python and of NumPy, and those of later calls.
+        draws = detector.has_drawn or states_before != self._generator_states()
         if draws and not in_turn:
             logger.warning(
                 "%s began to draw random numbers, so this step is not reproducible; from now on replicas take turns, "
@@ -78,6 +85,7 @@ class ParallelApply:
                 "generators.",
                 kind,
             )
+        # Once turns are taken they stay: a step that draws only now and then would be reproducible only in part.
         self._draws[kind] = draws or self._draws.get(kind, False)
         return [future.result() for future in futures]
 
@@ -87,6 +95,7 @@ class ParallelApply:
 
     def _in_turn(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
         futures = []
+        # The last round of a step may have fewer shards than there are devices.
         for call, device in zip(calls, self._devices, strict=False):
             with _on(device, None):
                 futures.append(_run_now(call))
@@ -104,19 +113,21 @@ class ParallelApply:
 
         others = []
         for call, device in zip(calls[1:], self._devices[1:], strict=False):
+            # The caller's stream is where the copies to this device were started; a thread begins with the default one.
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
             others.append(self._pool.submit(on_thread, call, device, stream))
         try:
             with _on(self._devices[0], None):
                 first = _run_now(calls[0])
         finally:
+            # Also after KeyboardInterrupt: threads that go on would run the task while the caller saves or leaves it.
             wait(others)
         return [first, *others]
 
     def _generator_states(self) -> list[Any]:
         """Return the state of every generator that several replicas share; no device sync."""
         shared = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._repeated)]
-        return [*(state.numpy().tobytes() for state in shared), *python_rng_state()]
+        return [*(state.numpy().tobytes() for state in shared), *python_rng_state()]  # bytes compare by value
 
 
 def _run_now(call: Callable[[], T]) -> Future[T]:
@@ -141,16 +152,17 @@ def _located(error: Exception, index: int, count: int, device: torch.device) -> 
     Replica 0 is the task itself. The parameters of the others are tensors, of which less can be changed.
     """
     if index > 0 and any(text in str(error) for text in _ONLY_PARAMETERS):
-        changed = UserError(
+        refusal = UserError(
             "strategy=dp: a step freezes, assigns or hooks a parameter, which only replica 0 can do. Do it in a "
             f"callback's on_step_end, or set strategy=ddp. Replica {index} of {count} raised: {error}"
         )
-        changed.__cause__ = error
-        return changed
-    place = f"shard {index} of {count}, on {device}"
+        refusal.__cause__ = error
+        return refusal
+    shard_and_device = f"shard {index} of {count}, on {device}"
     if error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]} [{place}]", *error.args[1:])
+        # The same object keeps its type, by which callers catch it, and its traceback.
+        error.args = (f"{error.args[0]} [{shard_and_device}]", *error.args[1:])
         return error
-    located = RuntimeError(f"{type(error).__name__}: {error} [{place}]")
+    located = RuntimeError(f"{type(error).__name__}: {error} [{shard_and_device}]")
     located.__cause__ = error
     return located

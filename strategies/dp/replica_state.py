@@ -40,8 +40,12 @@ class ReplicaState:
         self._rounds[step_name] += 1
         number = self._rounds[step_name]
         tensors = _fixed_tensors(task)
+        # Private: only the version counter tells of writes in place without a copy and a comparison of every tensor.
+        # The id tells of a tensor that the step puts in the place of another.
         versions = {name: (id(tensor), tensor._version) for name, tensor in tensors.items()}
+        # Copies cost memory and time in every step, so tensors that never differed in the first steps get none.
         last = {name: t.clone() for name, t in tensors.items() if number <= FIRST_STEPS or name in self._merged}
+        # Refused only if both steps carry it: what one of them reads and changes may be a cache.
         followed = (
             [CarriedAttributes(replica) for replica in replicas] if number in (2, 3) and can_be_followed(task) else []
         )
@@ -60,10 +64,13 @@ class ReplicaState:
                 )
             self._carried[step_name] = carried
         tensors = _fixed_tensors(task)
-        changed = {name for name, tensor in tensors.items() if versions.get(name) != (id(tensor), tensor._version)}
-        if changed or last:
+        written = {name for name, tensor in tensors.items() if versions.get(name) != (id(tensor), tensor._version)}
+        if written or last:
             self._merge(
-                (changed | last.keys()) & tensors.keys(), [_fixed_tensors(replica) for replica in replicas], last, where
+                (written | last.keys()) & tensors.keys(),
+                [_fixed_tensors(replica) for replica in replicas],
+                last,
+                where,
             )
 
     def _merge(
@@ -73,12 +80,14 @@ class ReplicaState:
             values = [tensors[name].to(replicas[0][name].device) for tensors in replicas if name in tensors]
             if len({tensor.shape for tensor in (*values, last.get(name, values[0]))}) > 1:
                 continue  # refused elsewhere, or a cache
+            # Replicas that agree need no rule, also where each wrote the same new value.
             if all(torch.equal(values[0], other) for other in values[1:]):
                 continue
             merged, conflict = values[0], torch.tensor(True)
             if name in last:
-                reduced = torch.stack([bounds(each, last[name]) for each in values]).amax(0)
+                reduced = torch.stack([bounds(value, last[name]) for value in values]).amax(0)
                 merged, conflict = merge(reduced, last[name])
+            # Counters and pointers may differ by design; floats that differ have no common value.
             if is_counted(merged):
                 merged = torch.where(conflict, values[0], merged)
             elif conflict.any():
@@ -87,8 +96,10 @@ class ReplicaState:
                     f"is no rule that makes them one: only statistics of normalisation layers are those of the first. "
                     f"{_REMEDY}"
                 )
+            # From here on it is copied before every step, so that later differences can be merged too.
             self._merged.add(name)
             with torch.no_grad():
+                # Replica 0 is the task itself; the other replicas end with the step.
                 replicas[0][name].copy_(merged)
 
 
@@ -96,6 +107,7 @@ def _check_hooks(replicas: Sequence[TaskModule], where: str) -> None:
     """Raise UserError if a replica's step hooked a gradient: the task's hook, for the sum of all, changes it again."""
     for replica in replicas[1:]:
         for name, copy in replica.named_parameters():
+            # Private: torch lists the hooks of a tensor nowhere else.
             if copy._backward_hooks:
                 raise UserError(
                     f"{where} registers a hook on the gradient of {name}, which each replica of strategy=dp would call "
@@ -105,12 +117,12 @@ def _check_hooks(replicas: Sequence[TaskModule], where: str) -> None:
 
 def _fixed_tensors(task: TaskModule) -> dict[str, Tensor]:
     """Return the parameters that do not train, and the buffers except statistics, by name."""
-    frozen = {name: each for name, each in task.named_parameters() if not each.requires_grad}
+    frozen = {name: parameter for name, parameter in task.named_parameters() if not parameter.requires_grad}
     return frozen | {name: buffer for name, owner, buffer in named_buffers(task) if may_be_merged(owner, buffer)}
 
 
 def _differing(changes: Sequence[Mapping[str, object]]) -> set[str]:
     """Return the attributes that replicas have changed, except to one number or text."""
-    names = {name for of_replica in changes for name in of_replica}
-    plain = {n for n in names if all(n in each and isinstance(each[n], PLAIN) for each in changes)}
-    return {n for n in names if n not in plain or any(each[n] != changes[0][n] for each in changes)}
+    names = {name for values in changes for name in values}
+    plain = {n for n in names if all(n in values and isinstance(values[n], PLAIN) for values in changes)}
+    return {n for n in names if n not in plain or any(values[n] != changes[0][n] for values in changes)}

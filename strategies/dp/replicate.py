@@ -26,6 +26,7 @@ from trainkit.task import TaskModule
 from trainkit.tree import rows, tree_leaves
 
 Phase = Callable[[str], AbstractContextManager[Any]]
+# Private tables of nn.Module. A replica is filled without its constructor, which could do anything.
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")  # ends of the names of tables of hooks
 
@@ -46,15 +47,19 @@ def replicate(
     fixed = [parameter for parameter in task.parameters() if not parameter.requires_grad]
     copied: Sequence[Tensor] = ()
     if trained:
+        # One call for all replicas: its backward gets all their gradients at once and adds them in a fixed order.
         copied = Broadcast.apply(devices, phase, *trained)  # type: ignore[no-untyped-call] # torch's own
     replicas: list[TaskModule] = [task]
     for index, device in enumerate(others):
-        known: dict[int, Any] = dict(kept[index]) if kept else {}
+        replacements: dict[int, Any] = dict(kept[index]) if kept else {}
+        # `Broadcast` returns the copies device by device.
         copies = copied[index * len(trained) : (index + 1) * len(trained)]
-        known.update(zip(map(id, trained), copies, strict=True))
+        # By id: what two modules share stays shared in the replica. The task keeps all of them alive.
+        replacements.update(zip(map(id, trained), copies, strict=True))
         with torch.no_grad():
-            known.update((id(tensor), tensor.to(device, copy=True)) for tensor in (*fixed, *task.buffers()))
-        replicas.append(_replica(task, known))
+            # A copy also on the same device: a step may write to these.
+            replacements.update((id(tensor), tensor.to(device, copy=True)) for tensor in (*fixed, *task.buffers()))
+        replicas.append(_replica(task, replacements))
     return replicas
 
 
@@ -83,11 +88,13 @@ def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None], master: 
     moved = _moved([gradient for gradient in gradients if gradient is not None], master)
     for index, gradient in zip(present, moved, strict=True):
         total = sums[index]
+        # Not in place: the first gradient is a tensor of autograd, which may be used elsewhere.
         sums[index] = gradient if total is None else total + gradient
 
 
 def _copies(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return the tensors on `device`: copies, or on the same device tensors that share their memory."""
+    # `forward` must not return its inputs; a detached tensor is another object with the same memory.
     return [tensor.detach() for tensor in _moved(tensors, device)]
 
 
@@ -98,11 +105,13 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for index, tensor in enumerate(tensors):
         if tensor.device == device:
             continue
+        # Sparse gradients cannot be concatenated.
         if tensor.layout is torch.strided:
             away.setdefault(tensor.dtype, []).append(index)
         else:
             moved[index] = tensor.to(device)
     for indices in away.values():
+        # One copy costs one launch and one transfer, where a copy of each tensor waits for the latency of each.
         flat = torch.cat([tensors[index].reshape(-1) for index in indices]).to(device, non_blocking=True)
         pieces = flat.split([tensors[index].numel() for index in indices])
         for index, piece in zip(indices, pieces, strict=True):
@@ -110,42 +119,44 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return moved
 
 
-def _replica(task: TaskModule, known: dict[int, Any]) -> TaskModule:
-    """Return a copy of the task's structure in which `known` maps the ids of objects to their replacements."""
-    modules = [module for module in task.modules() if id(module) not in known]
+def _replica(task: TaskModule, replacements: dict[int, Any]) -> TaskModule:
+    """Return a copy of the task's structure in which `replacements` maps the ids of objects to their replacements."""
+    modules = [module for module in task.modules() if id(module) not in replacements]
     for module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(
                 "the task has a TorchScript module, which cannot be replicated; set strategy=ddp, which does not "
                 "replicate, or use the module without scripting."
             )
-        known[id(module)] = object.__new__(type(module))
+        # All modules first: an attribute may refer to a module that comes later.
+        replacements[id(module)] = object.__new__(type(module))
     for module in modules:
         state = module.__dict__
-        replica = known[id(module)]
-        replica.__dict__.update({name: _mapped(value, known) for name, value in state.items()})
+        replica = replacements[id(module)]
+        replica.__dict__.update({name: _mapped(value, replacements) for name, value in state.items()})
         for table in _TABLES:
             # Not by `_mapped`: the first entry may be None, such as an absent bias.
-            replica.__dict__[table] = {name: known.get(id(value), value) for name, value in state[table].items()}
+            replica.__dict__[table] = {name: replacements.get(id(value), value) for name, value in state[table].items()}
         for name, value in state.items():
             if name.endswith(_HOOKS) and type(value) is OrderedDict:  # which its step may register and remove
-                replica.__dict__[name] = OrderedDict((key, _mapped(hook, known)) for key, hook in value.items())
+                replica.__dict__[name] = OrderedDict((key, _mapped(hook, replacements)) for key, hook in value.items())
         replica.__dict__["_compiled_call_impl"] = None  # it would call the original
-    copied: TaskModule = known[id(task)]
+    copied: TaskModule = replacements[id(task)]
     return copied
 
 
-def _mapped(value: Any, known: dict[int, Any]) -> Any:
+def _mapped(value: Any, replacements: dict[int, Any]) -> Any:
     """Return the replacement of an attribute, including bound methods and containers of tensors or modules."""
-    if id(value) in known:
-        return known[id(value)]
+    if id(value) in replacements:
+        return replacements[id(value)]
     if isinstance(value, MethodType):
-        return MethodType(value.__func__, known.get(id(value.__self__), value.__self__))
+        return MethodType(value.__func__, replacements.get(id(value.__self__), value.__self__))
     kind = type(value)
+    # Exact types only: a subclass may have another constructor.
     if kind in (list, tuple) and value and _may_be_replaced(value[0]):
-        return kind(_mapped(item, known) for item in value)
+        return kind(_mapped(item, replacements) for item in value)
     if kind in (dict, OrderedDict) and value and _may_be_replaced(next(iter(value.values()))):
-        return kind((key, _mapped(item, known)) for key, item in value.items())
+        return kind((key, _mapped(item, replacements)) for key, item in value.items())
     return value
 
 
@@ -159,6 +170,7 @@ def scatter(batch: Any, count: int, *, num_shards: int) -> list[tuple[Any, int]]
 
     A batch with anything but tensors of one row per sample is not split: a value of the whole batch would count twice.
     """
+    # No shard is empty: a mean over no samples is not a number.
     num_shards = min(num_shards, count)
     is_rows = all(
         leaf.dim() > 0 and leaf.shape[0] == count if isinstance(leaf, Tensor) else leaf is None

@@ -29,7 +29,7 @@ from .replica_state import ReplicaState
 from .replicate import replicate, scatter
 
 WARM_UP_STEPS = 2  # the first shows whether replicas draw random numbers, the second starts threads
-MEASURED_STEPS = 3
+MEASURED_STEPS = 3  # few, because the devices are synchronized in each of them
 _NOTHING = nullcontext()
 ReadOutput = Callable[[Any, int, TaskModule, str], StepOutput]
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class TransferTimer:
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
         """Return a context whose seconds are added to `name` in a measured step."""
+        # One shared context: steps that are not measured make no object and no device sync.
         return _NOTHING if self._started is None else self._measured(name)
 
     def start_step(self) -> None:
@@ -71,7 +72,7 @@ class TransferTimer:
 
     def percentages(self) -> dict[str, float]:
         """Return the percentage of measured time that each phase took."""
-        total = max(self._total_seconds, 1e-9)
+        total = max(self._total_seconds, 1e-9)  # no division by zero without a measured step
         return {name: 100 * seconds / total for name, seconds in self._seconds.items()}
 
     def start_overlap(self) -> None:
@@ -80,12 +81,12 @@ class TransferTimer:
 
     def stop_overlap(self) -> Overlap | None:
         """Return the seconds of all phases, none of them hidden; `None` if no step was measured."""
-        first_step, before = self._overlap_since or (self._measured_steps, 0.0)
+        first_step, seconds_before = self._overlap_since or (self._measured_steps, 0.0)
         self._overlap_since = None
         steps = self._measured_steps - first_step
         if not steps:
             return None
-        communication = (sum(self._seconds.values()) - before) / steps
+        communication = (sum(self._seconds.values()) - seconds_before) / steps
         return Overlap(communication, communication, steps, note="scatter, replicate, gather and sum")
 
     @contextmanager
@@ -98,6 +99,7 @@ class TransferTimer:
 
     def _now(self) -> float:
         for device in self._devices:
+            # CUDA work is asynchronous: without it the clock would show when copies were started, not when they ended.
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
@@ -181,11 +183,14 @@ class DataParallelStrategy(PhaseTraining):
         self.device = self.devices[0]
         self.precision = precision
         precision.setup(self.device)
+        # One rank: the collectives of one process do nothing, with any number of devices.
         self.comm = Collectives(num_devices=len(set(self.devices)))
+        # Micro-batch i of a round is for device i, so a step has a multiple of the devices where the batch allows it.
         self.micro_batches_at_once = len(self.devices)
         self.num_micro_batches = len(self.devices) * self._num_rounds
         self._threads = ParallelApply(self.devices)
         self._timer = TransferTimer(self.devices)
+        # A strategy may be set up again with another task, whose steps begin their counts from zero.
         self._metrics, self._state = None, ReplicaState()
 
     def teardown(self) -> None:
@@ -201,6 +206,7 @@ class DataParallelStrategy(PhaseTraining):
         """Return the split of a global batch; raises UserError if it should be `even` and cannot be."""
         count = len(self.devices)
         round_size = super().plan(batch_size, even=even).micro_batch_size if self.accumulate else batch_size
+        # Rounded up, so that a round never needs more micro-batches than there are devices.
         size = -(-round_size // count)
         if self.micro_batch_size is not None:
             size = min(size, self.micro_batch_size)
@@ -208,6 +214,7 @@ class DataParallelStrategy(PhaseTraining):
 
     def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
         """Return the batches; with several devices micro-batches are moved when they are scattered."""
+        # Moving to the master first would copy the shards of the other devices twice.
         return super().step_batches(batches, pin_memory=pin_memory) if len(set(self.devices)) == 1 else batches
 
     # ---- A step
@@ -220,8 +227,10 @@ class DataParallelStrategy(PhaseTraining):
             shards = batch.micro_batches[start : start + len(self.devices)]
             outputs += self._forward_backward_round(task, shards, batch)
         if len(self.devices) > 1:
+            # A replica's copy of a frozen parameter is not connected to the task's: the gradient would be lost.
             self._check_untrained()
         self._normalize_gradients(outputs, batch)
+        # Once in a run.
         if self._timer.end_step():
             self._warn_of_transfers()
         return outputs
@@ -230,6 +239,7 @@ class DataParallelStrategy(PhaseTraining):
         self, task: TaskModule, shards: Sequence[MicroBatch], batch: StepBatch
     ) -> list[StepOutput]:
         """Add the gradients of the shards, one for each device."""
+        # Private: the counter tells of a change in place without a copy and a comparison of every parameter.
         versions = [parameter._version for parameter in self._trained] if len(shards) > 1 else []
         shapes = _shapes_of_saved_buffers(task) if versions else {}
         read = partial(read_training_output, of=batch.num_samples)
@@ -243,7 +253,9 @@ class DataParallelStrategy(PhaseTraining):
             for output, shard in zip(outputs, shards, strict=True):
                 assert output.loss is not None
                 losses.append(output.loss * loss_weight(output, shard, batch))
+                # Outputs live until they are logged; without the graph its memory is freed after backward.
                 output.loss = output.loss.detach()
+            # One backward for all replicas, in which autograd runs the devices at once.
             total = torch.stack(losses).sum()
         self.precision.scale(total).backward()
         return outputs
@@ -252,7 +264,7 @@ class DataParallelStrategy(PhaseTraining):
         """Raise UserError if the step changed a trained parameter, of which some replicas share the memory."""
         for parameter, version in zip(self._trained, versions, strict=True):
             if parameter._version != version:
-                name = next(name for name, each in task.named_parameters() if each is parameter)
+                name = next(name for name, other in task.named_parameters() if other is parameter)
                 raise UserError(
                     f"{type(task).__name__}.{self._step_name} changes {name}, a trained parameter, which each replica "
                     "would change from its own samples. Let the gradient change it, or change it in a callback's "
@@ -285,9 +297,11 @@ class DataParallelStrategy(PhaseTraining):
         with self._timer.phase("scatter"):
             moved = [self._scattered(shard, device) for shard, device in zip(shards, devices, strict=True)]
         with self._timer.phase("replicate"):
+            # Again in every round: the optimizer has changed the parameters, and backward has freed the graph of the copies.
             replicas = replicate(task, devices, phase=self._timer.phase, kept=self._metrics_of_replicas(task))
 
         def run(replica: TaskModule, shard: MicroBatch) -> Any:
+            # Entered here, as autocast belongs to a thread.
             with self.precision.forward():
                 returned = getattr(replica, step_name)(shard.batch)
             return returned if read is None else read(returned, shard.num_samples, replica, step_name)
@@ -297,6 +311,7 @@ class DataParallelStrategy(PhaseTraining):
             return self._threads.run(calls, kind=step_name)
 
     def _scattered(self, shard: MicroBatch, device: torch.device) -> MicroBatch:
+        # The batch is on the CPU already, in the right dtype.
         if device.type == "cpu" and self.precision.batch_type is None:
             return shard
         return MicroBatch(to_device(shard.batch, device, dtype=self.precision.batch_type), shard.num_samples)
@@ -314,7 +329,9 @@ class DataParallelStrategy(PhaseTraining):
     def bytes_a_step(self) -> int:
         """Bytes of parameters and gradients that are copied between devices in one round."""
         away = sum(device != self.devices[0] for device in self.devices)
-        return 2 * away * sum(parameter.nbytes for parameter in self._all_trained)
+        return (
+            2 * away * sum(parameter.nbytes for parameter in self._all_trained)
+        )  # parameters to a replica, and gradients back
 
     def start_overlap_profile(self) -> None:
         """Time the copies between devices in every step from now on."""
@@ -347,13 +364,15 @@ class DataParallelStrategy(PhaseTraining):
 
     def metric_modules(self, task: TaskModule) -> list[nn.Module]:
         """Return the modules with metric states in the task and in its replicas."""
-        copies = [copy for of_replica in self._metrics_of_replicas(task) for copy in of_replica.values()]
+        copies = [copy for metrics in self._metrics_of_replicas(task) for copy in metrics.values()]
         return [*metrics_in(task), *(holder for copy in copies for holder in metrics_in(copy))]
 
     def _metrics_of_replicas(self, task: TaskModule) -> list[dict[int, nn.Module]]:
         """Return for each further device the metric objects of its replica, which accumulate until they are reset."""
+        # Made once: new ones in each batch would lose what they have accumulated.
         if self._metrics is None:
             self._metrics = [
+                # By id, as `replicate` finds them. One for each replica: metrics are updated from several threads.
                 {id(metric): fresh_copy(metric).to(device) for metric in outermost_metrics(task)}
                 for device in self.devices[1:]
             ]
@@ -382,6 +401,7 @@ class DataParallelStrategy(PhaseTraining):
             losses = {} if output.loss is None else {"loss": output.loss}
             for name, value in to_device({**losses, **output.metrics}, self.device).items():
                 sums[name] = sums.get(name, 0) + value * output.weight
+                # By metric: a shard may return some of them only.
                 weights[name] = weights.get(name, 0) + output.weight
         named = {name: total / _not_zero(weights[name]) for name, total in sums.items()}
         weight = sum(output.weight for output in outputs)
@@ -394,6 +414,7 @@ def _shapes_of_saved_buffers(task: TaskModule) -> dict[str, torch.Size]:
     return {
         f"{prefix}.{name}".removeprefix("."): buffer.shape
         for prefix, module in task.named_modules()
+        # Private tables: no public call tells which buffers a state dict leaves out.
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
@@ -436,5 +457,6 @@ def _counted(count: int | None) -> list[str]:
 def _indexed(device: torch.device) -> torch.device:
     """Return the device with the index that tensors on it have."""
     if device.type == "cuda" and device.index is None:
+        # `cuda` and `cuda:0` are unequal, so that a shard on the master would be taken for one that must be moved.
         return torch.device("cuda", torch.cuda.current_device())
     return device

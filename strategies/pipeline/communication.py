@@ -19,6 +19,7 @@ from trainkit.metrics.step_output import StepOutput
 from ..host_copy import Event, open_host_copier
 from .schedules import Action
 
+# Above the tags of all values: a header or a flag must never be taken for a tensor between the same two ranks.
 HEADER_TAG = 1 << 28
 FLAG_TAG = 1 << 27
 
@@ -61,6 +62,7 @@ class PendingReceive:
     def open_gradient(self, what: str) -> Tensor | None:
         """Return the received gradient on the device, or `None` if the other stage has none."""
         tensor = self._wait_for(what)
+        # A rank that sends to itself passes `None`; the scan of the elements is for what came by a message.
         if tensor is None or (self.local is None and tensor.numel() and is_missing_gradient(tensor)):
             return None
         return tensor.to(self.device, non_blocking=True)
@@ -83,8 +85,10 @@ class StageChannel:
     def __init__(self, group: dist.ProcessGroup | None, *, rank: int, device: torch.device):
         self._group, self._rank, self._device = group, rank, device
         self._sending: list[_Sending] = []
+        # A rank with several stages sends to itself through queues: `isend` refuses the rank of the caller.
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
         self._copier = open_host_copier(device)
+        # One thread, as messages of one tag must start in the order of the calls of `send`.
         self._sender = ThreadPoolExecutor(max_workers=1) if device.type == "cuda" else None
 
     def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
@@ -95,29 +99,32 @@ class StageChannel:
         if to == self._rank:
             self._local[tag].append(tensor)
             return
+        # `expect` skips empty tensors too; a message from one side alone would be received as a later tensor.
         if tensor.numel() == 0:
             return
         start: Callable[[Tensor], Any] = partial(dist.isend, group=self._group, group_dst=to, tag=tag)
-        tensor = tensor.contiguous()
+        tensor = tensor.contiguous()  # gloo sends one range of memory, without strides
         if self._sender is None:
             self._sending.append(_Sending(start(tensor).wait, tensor, to, user))
             return
+        # Headers and flags are in host memory already, but take the thread as well, for their order.
         on_host, copied = tensor, None
         if tensor.device.type == self._device.type:
             on_host = self._copier.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+            # The copy runs on another stream, and must wait for the kernels that make the tensor.
             copied = self._copier.to_host(tensor, on_host, after=self._copier.mark())
         started = self._sender.submit(_send_once_copied, start, tensor, on_host, copied)
         self._sending.append(_Sending(lambda: started.result().wait(), on_host, to, user))
 
     def release(self, *, to: int, begun: Collection[Action]) -> None:
         """Drop the tensors for actions of rank `to` that have begun: it has received them."""
-        kept = []
+        unreleased = []
         for sending in self._sending:
             if sending.to == to and sending.user in begun:
-                sending.wait()
+                sending.wait()  # does not block, as the receiver has the tensor; raises what went wrong
             else:
-                kept.append(sending)
-        self._sending = kept
+                unreleased.append(sending)
+        self._sending = unreleased
 
     def send_gradient(
         self, gradient: Tensor | None, *, of: Tensor, to: int, tag: int, user: Action, lane: Lane | None = None
@@ -132,6 +139,7 @@ class StageChannel:
         self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int, lane: Lane | None = None
     ) -> PendingReceive:
         """Start receiving in the background what rank `source` sends with `tag`, and return the pending receive."""
+        # The queue, not its first item: a rank posts receives before it has made what it sends to itself.
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
@@ -148,6 +156,8 @@ class StageChannel:
 
     def send_header(self, header: Any, *, to: int, tag: int) -> None:
         """Start sending a small object."""
+        # The receiver cannot know the size of an object, so it goes first. Bytes are copied, as `frombuffer` warns of
+        # memory that is read-only.
         content = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         self.send(torch.tensor([content.numel()]), to=to, tag=HEADER_TAG + 2 * tag)
         self.send(content, to=to, tag=HEADER_TAG + 2 * tag + 1)
@@ -156,12 +166,13 @@ class StageChannel:
         """Return the object that rank `source` sends with `tag`."""
         size = self.expect((1,), torch.int64, source=source, tag=HEADER_TAG + 2 * tag).open(what)
         pending = self.expect((int(size),), torch.uint8, source=source, tag=HEADER_TAG + 2 * tag + 1)
+        # From a rank of the same run, which could run any code anyway.
         return pickle.loads(pending.open(what).cpu().numpy().tobytes())
 
     def finish(self) -> None:
         """Wait until everything is sent."""
         while self._sending:
-            self._sending.pop(0).wait()
+            self._sending.pop(0).wait()  # not a loop over the list: each tensor is freed once it is sent
 
 
 class DeviceChannel(StageChannel):
@@ -191,6 +202,7 @@ class DeviceChannel(StageChannel):
         if lane is None or lane not in self._lanes:
             super().send_gradient(gradient, of=of, to=to, tag=tag, user=user)
             return
+        # The receiver cannot post a receive of NCCL that may find no sender: that would block its stream forever.
         super().send(torch.tensor([gradient is not None]), to=to, tag=FLAG_TAG + tag, user=user)
         if gradient is not None:
             self.send(gradient, to=to, tag=tag, user=user, lane=lane)
@@ -198,6 +210,7 @@ class DeviceChannel(StageChannel):
     def expect(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, source: int, tag: int, lane: Lane | None = None
     ) -> PendingReceive:
+        # The same condition as in `send`, or one side would use NCCL and the other one gloo.
         if lane is None or lane not in self._lanes or 0 in shape:
             return super().expect(shape, dtype, source=source, tag=tag)
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
@@ -214,6 +227,8 @@ class DeviceChannel(StageChannel):
 
     def _start(self, operation: Callable[..., Any], tensor: Tensor, lane: Lane) -> dist.Work:
         group = self._lanes[lane]
+        # In a batch NCCL uses the communicator of the lane; a single send makes another one for the pair of ranks.
+        # A lane has two ranks, so that the peer is the other one.
         (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=1 - group.rank())])
         return work
 
@@ -226,7 +241,7 @@ class _PendingGradient(PendingReceive):
     receive: Callable[[], PendingReceive]
 
     def open_gradient(self, what: str) -> Tensor | None:
-        self.flag.device = torch.device("cpu")
+        self.flag.device = torch.device("cpu")  # on the device `item` would wait for all kernels before it
         return self.receive().open(what) if self.flag.open(what).item() else None
 
 
@@ -246,7 +261,7 @@ class _Sending:
 def _send_once_copied(start: Callable[[Tensor], Any], tensor: Tensor, on_host: Tensor, copied: Event) -> Any:
     """Start to send the copy of a tensor, which stays in memory until it is copied."""
     if copied is not None:
-        copied.synchronize()
+        copied.synchronize()  # waits on the sender's thread; training goes on
     return start(on_host)
 
 
@@ -254,10 +269,12 @@ def _wait(wait_for_work: Callable[[], object], what: str) -> None:
     try:
         wait_for_work()
     except RuntimeError as error:
+        # Backends write "Timed out" and "timed out". The text of torch stays in the message: `is_lost` looks for it.
         outcome = "timed out" if "imed out" in str(error) else "failed"
         raise RuntimeError(f"rank {dist.get_rank()} {outcome} {what}: {error}") from error
 
 
+# By element size, lowest byte first. 0x7FD5 is a NaN as float16 and as bfloat16; a complex number is a pair of floats.
 _BYTES = {1: [0x7D], 2: [0xD5, 0x7F], 4: [0x55, 0x55, 0xD5, 0x7F], 8: [0x55, 0x55, 0x55, 0x55, 0x55, 0x55, 0xFD, 0x7F]}
 
 
@@ -275,6 +292,7 @@ def is_missing_gradient(tensor: Tensor) -> bool:
     """Return True if a tensor in host memory represents a missing gradient."""
     pattern = _pattern(tensor)
     flat = tensor.view(-1)
+    # One element is compared before the rest: nearly every gradient is a real one, and this runs for each that comes.
     if flat[:1].view(torch.uint8).tolist() != pattern:
         return False
     rows = flat.view(torch.uint8).view(-1, len(pattern))
@@ -305,14 +323,17 @@ class OutputBroadcast:
             return outputs
         is_source = self._rank == source
         box: list[Any] = [_layout_and_numbers(outputs) if is_source else None]
+        # Every rank has the same keys here, since each adds one after the same broadcast of objects.
         if key in self._layouts:
             layout, size = self._layouts[key]
             message = torch.ones(1 + size, dtype=torch.float64)  # the first number is 0 for the same layout
+            # Numbers are zeros in layouts, so that `repr` shows names and dtypes alone; `==` would compare tensors.
             if is_source and repr(box[0][0]) == repr(layout):
                 message[0], message[1:] = 0.0, box[0][1]
             dist.broadcast(message, group=self._group, group_src=source)
             if message[0] == 0.0:
                 return outputs if is_source else _filled(layout, message[1:].to(self._device))
+        # All ranks come here together, as the first number told them, or the first call of this key.
         dist.broadcast_object_list(box, group=self._group, group_src=source)
         layout, numbers = box[0]
         self._layouts[key] = layout, numbers.numel()
@@ -332,15 +353,16 @@ def _layout_and_numbers(outputs: list[StepOutput]) -> tuple[list[StepOutput], Te
 
     layout = [_with_numbers(output, take) for output in outputs]
     for output in layout:
+        # A metric object may hold all samples of an evaluation; it stays on the stage that updated it.
         output.objects = [update._replace(metric=None) for update in output.objects]
     return layout, torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
 
 
 def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
-    rest = iter(numbers)
+    remaining_numbers = iter(numbers)
 
     def fill(kind: Number) -> Number:
-        number = next(rest)
+        number = next(remaining_numbers)
         return number.to(kind.dtype) if isinstance(kind, Tensor) else float(number)
 
     return [_with_numbers(output, fill) for output in layout]

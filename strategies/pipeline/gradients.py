@@ -41,10 +41,11 @@ class StageGradients:
         used = {name: parameter for name, parameter in named.items() if name in placement.used}
         self._held = {name: parameter for name, parameter in used.items() if placement.is_held(name, mesh.stage)}
         self._counted = [parameter for name, parameter in named.items() if placement.counted(name, mesh.stage)]
-        # The same on all stages, also those without gradients, so that they judge a norm equally.
+        # The same on all stages, also those without gradients: a clipped or skipped step must be so on each of them.
         is_wide = any(parameter.dtype == torch.float64 for parameter in named.values())
         self._norm_type = torch.float64 if is_wide else torch.float32
         shared = placement.shared_by()
+        # For frozen parameters too: groups are made by all ranks together, and only some know of a later unfreezing.
         groups = mesh.holder_groups(shared)
         self._shared_names = [(groups[stages], names) for stages, names in shared.items() if mesh.stage in stages]
         self._reducer: Reducer | None = None
@@ -64,14 +65,15 @@ class StageGradients:
         self._shared = [
             (group, [trained[name] for name in names if name in trained]) for group, names in self._shared_names
         ]
-        self.close()
+        self.close()  # or the hooks of both reducers would reduce each gradient
         mesh = self._mesh
         self._reducer = None
         if mesh.replicas > 1 and trained:
+            # Summed, as each loss is weighted by its share of the global batch.
             settings = ReducerSettings(average=False, timeout_seconds=mesh.timeout.total_seconds())
-            mine = list(trained.items())
+            named_trained = list(trained.items())
             self._reducer = Reducer(
-                mine, group=mesh.replica_group, settings=settings, failure_store=self._failure_store
+                named_trained, group=mesh.replica_group, settings=settings, failure_store=self._failure_store
             )
         return True
 
@@ -84,6 +86,7 @@ class StageGradients:
         def around(index: int) -> AbstractContextManager[Any]:
             if actions[index].kind == FORWARD:
                 return nullcontext()
+            # One reduction in a step, not one for each micro-batch; the last action of every schedule is a backward.
             session: AbstractContextManager[Any] = reducer.session() if index == len(actions) - 1 else reducer.no_sync()
             return session
 
@@ -103,23 +106,27 @@ class StageGradients:
 
         A parameter without a gradient on any stage keeps none, as in one process.
         """
+        # After the replicas are summed. Groups and parameters have the same order on all holders, or these would wait
+        # for each other forever.
         for group, parameters in self._shared:
             self._check_hooks(parameters)
+            # In host memory where the group takes it: flags on a GPU could be read only after its backward.
             on_host = "cpu" in dist.get_backend_config(group)
-            found = torch.tensor(
+            has_gradients = torch.tensor(
                 [parameter.grad is not None for parameter in parameters],
                 dtype=torch.int32,
                 device="cpu" if on_host or not parameters else parameters[0].device,
             )
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-            for parameter, has_gradient in zip(parameters, found.tolist(), strict=True):
-                if has_gradient:
+            dist.all_reduce(has_gradients, dist.ReduceOp.MAX, group=group)
+            for parameter, has_gradient in zip(parameters, has_gradients.tolist(), strict=True):
+                if has_gradient:  # on some stage: the others take part with zeros
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, group=group)
 
     def _check_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise UserError for a parameter with hooks: each stage would call them with its part of the gradient."""
+        # Torch has no public way to list the hooks of a parameter. One of them is the reducer's.
         of_reducer = 0 if self._reducer is None else 1
         for parameter in parameters:
             if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > of_reducer:
@@ -131,8 +138,9 @@ class StageGradients:
 
     def norm(self, mesh: PipelineMesh, device: torch.device, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the 2-norm of all stages' gradients of `parameters`; shared ones count once. Collective."""
-        chosen = set(map(id, parameters))
-        gradients = [each.grad for each in self._counted if each.grad is not None and id(each) in chosen]
+        chosen = set(map(id, parameters))  # `in` with tensors would compare their elements
+        gradients = [item.grad for item in self._counted if item.grad is not None and id(item) in chosen]
+        # In float64, where squares of float32 cannot overflow; in host memory, as the group is one of gloo.
         square = total_norm(gradients, device).double().square().cpu()
         dist.all_reduce(square, group=mesh.stage_group)
         return square.sqrt().to(device, self._norm_type)

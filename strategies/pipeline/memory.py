@@ -36,7 +36,7 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    """What backward needs of the micro-batches in flight, where that is most."""
+    """Values that backward needs of the micro-batches in flight, at the moment when they are most."""
     in_flight: int
     """Most micro-batches between forward and backward; one in two stages of a rank counts twice."""
     peak: int
@@ -45,7 +45,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """What training keeps for each parameter, and how many micro-batches a step has."""
+    """Memory that training keeps for each parameter, and the number of micro-batches of a step."""
 
     gradients: Mapping[str, Mapping[str, int]]
     """By step key: the bytes of the gradient of each parameter that the step trains."""
@@ -68,10 +68,12 @@ class TrainingMemory:
         shard_optimizer: bool,
     ) -> TrainingMemory:
         """Return the memory of a task whose steps are those of `optimizers`, by step key."""
+        # By identity: optimizers know no names. Parameters that are not the task's are on no stage, and do not count.
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         gradients: dict[str, dict[str, int]] = {}
         states: dict[str, int] = defaultdict(int)
         for key, phase_optimizer in optimizers.items():
+            # Another phase may train the same parameter: it has one gradient, but a state in each optimizer.
             trained = [parameter for parameter in phase_optimizer.parameters if id(parameter) in names]
             gradients[key] = {names[id(parameter)]: num_bytes(parameter) for parameter in trained}
             sizes = state_bytes(phase_optimizer.optimizer)
@@ -95,6 +97,7 @@ def state_bytes(optimizer: Optimizer) -> dict[nn.Parameter, int]:
     One of torch or trainkit makes that step on the meta device, without memory. Of others the present state counts, and
     before there is one, `ASSUMED_STATES` tensors like the parameter.
     """
+    # The step of any other optimizer is code of the user, which may do more than a step.
     is_known = type(optimizer).__module__.partition(".")[0] in ("torch", "trainkit")
     sizes = {}
     for group in optimizer.param_groups:
@@ -110,10 +113,13 @@ def _state_after_step(optimizer: Optimizer, group: dict[str, Any], parameter: nn
     """Return the state of a parameter after a step on the meta device, or `None` if the optimizer cannot make one."""
     on_meta = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
     on_meta.grad = torch.empty_like(on_meta)
+    # Not by the constructor, whose arguments are unknown, nor by `copy`, which gets only some attributes from torch.
     twin: Optimizer = object.__new__(type(optimizer))
+    # Hooks of the user must not see this step. Torch has no public way to leave them out.
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     twin.__dict__.update(vars(optimizer), state=defaultdict(dict), **{name: OrderedDict() for name in hooks})
     twin.__dict__.pop("step", None)  # a schedule's, which would step the optimizer itself
+    # These kernels refuse the meta device; the state is the same without them.
     plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
     twin.param_groups = [{**group, **plain, "params": [on_meta]}]
     try:
@@ -130,13 +136,13 @@ class StageMemory:
     """Memory of one stage in one step of the task, in bytes."""
 
     activations: int
-    """What backward needs of one micro-batch: what autograd saves, and what was received and sent."""
+    """Values that backward needs of one micro-batch: those that autograd saves, and those received and sent."""
     gradients: Mapping[str, int]
     """The gradient of each parameter."""
     temporaries: int
     """Gradients that the backward of one node has at once: of its inputs, its outputs and a parameter."""
     received: int
-    """What forward receives of one micro-batch."""
+    """Values that forward receives of one micro-batch."""
     gradients_received: int
     gradients_sent: int
 
@@ -155,35 +161,38 @@ def rank_memories(
     stages = [
         stage_memories(graph, partition, training.gradients.get(key, {})) for key, (graph, partition) in steps.items()
     ]
-    found = []
+    memories = []
     for rank in range(schedule.num_ranks):
         held = partial(placement.is_held, rank=rank)
-        own = [_gradient_bytes(step[rank :: schedule.num_ranks]) for step in stages]
+        step_gradients = [_gradient_bytes(step[rank :: schedule.num_ranks]) for step in stages]
         peaks = [peak_of_step(actions, step, rank=rank, keeps_gradients=training.keeps_gradients) for step in stages]
-        others = sum(own) if training.keeps_gradients else 0  # gradients of other phases
-        most = max(peak.bytes + max(others - size, 0) for peak, size in zip(peaks, own, strict=True))
+        # Without buckets each phase drops its gradients before the next one.
+        others = sum(step_gradients) if training.keeps_gradients else 0  # gradients of other phases
+        most = max(peak.bytes + max(others - size, 0) for peak, size in zip(peaks, step_gradients, strict=True))
         parameters = sum(num_bytes(tensor) for name, tensor in named.items() if held(name))
         owners = owners_of(
             {name: named[name].numel() for name in training.optimizer if held(name)}, training.optimizer_shards
         )
         shards = [0] * training.optimizer_shards
+        # Parameters that training does not use are on every rank, but never get a gradient, and so no state.
         for name, owner in owners.items():
             shards[owner] += training.optimizer[name] if name in placement.used else 0
-        found.append(
+        memories.append(
             RankMemory(
                 rank,
                 parameters=parameters,
-                gradients=max([others, *own]),
+                gradients=max([others, *step_gradients]),
                 optimizer=max(shards),
                 activations=max(peak.activations for peak in peaks),
                 in_flight=max(peak.in_flight for peak in peaks),
                 peak=parameters + max(shards) + most,
             )
         )
-    return found
+    return memories
 
 
 def _gradient_bytes(stages: Sequence[StageMemory]) -> int:
+    # A parameter in several stages of a rank has one gradient there.
     return sum({name: size for stage in stages for name, size in stage.gradients.items()}.values())
 
 
@@ -195,16 +204,17 @@ def stage_memories(graph: TracedGraph, partition: Partition, trained: Mapping[st
         nodes = graph.nodes[stage.start : stage.stop]
         inputs = [transfer.value for transfer in stage.receives if transfer.differentiable]
         outputs = [transfer.value for transfer in stage.sends if transfer.differentiable]
-        kept = {memory for node in nodes for memory in node.saved_memories}
-        kept |= {values[value].memory for value in (*inputs, *outputs)} - {-1}
+        # A set, as views share a memory, and a value may be both saved and sent. -1: its memory is unknown.
+        memories = {memory for node in nodes for memory in node.saved_memories}
+        memories |= {values[value].memory for value in (*inputs, *outputs)} - {-1}
         temporaries = 0
         for node in nodes:
             near = {*node.inputs, *(output.value for output in node.outputs)}
-            own = [trained[name] for name in node.parameters if name in trained]
-            temporaries = max(temporaries, sum(values[value].num_bytes for value in near) + max(own, default=0))
+            gradients = [trained[name] for name in node.parameters if name in trained]
+            temporaries = max(temporaries, sum(values[value].num_bytes for value in near) + max(gradients, default=0))
         stages.append(
             StageMemory(
-                activations=sum(graph.memory_bytes[memory] for memory in kept),
+                activations=sum(graph.memory_bytes[memory] for memory in memories),
                 gradients={name: trained[name] for node in nodes for name in node.parameters if name in trained},
                 temporaries=temporaries,
                 received=sum(values[transfer.value].num_bytes for transfer in stage.receives),
@@ -234,16 +244,19 @@ def peak_of_step(
     Gradients come with the first backward of their stage, or are there before with `keeps_gradients`. Receives are
     posted `AHEAD`, and a gradient is kept until the rank to which it is sent is known to have it.
     """
-    own, num_ranks = actions[rank], len(actions)
+    rank_actions, num_ranks = actions[rank], len(actions)
     sizes = {name: size for stage in stages[rank::num_ranks] for name, size in stage.gradients.items()}
+    # The same rules as in `PipelineRuntime`: what is posted, kept and released when.
     present = set(sizes) if keeps_gradients else set()
     sent: dict[Action, int] = {}
     activations = in_flight = 0
     peak = Peak(0, 0, 0)
-    for index, action in enumerate(own):
+    for index, action in enumerate(rank_actions):
         stage = stages[action.stage]
-        posted = sum(_received(later, stages) for later in own[index + 1 : index + 1 + AHEAD])
+        # The inputs of this action itself are among its activations, or added below.
+        posted = sum(_received(later, stages) for later in rank_actions[index + 1 : index + 1 + AHEAD])
         source = action.stage + (1 if action.kind == BACKWARD else -1)
+        # Its input tells that the sender has begun all actions up to the one that made it, and has what these needed.
         if 0 <= source < len(stages):
             others = actions[source % num_ranks]
             for begun in others[: others.index(Action(action.kind, source, action.micro_batch)) + 1]:
@@ -253,12 +266,13 @@ def peak_of_step(
             activations, in_flight = activations + stage.activations, in_flight + 1
             most = held + stage.activations + sum(sizes[name] for name in present)
         else:
-            before = held + stage.gradients_received + stage.temporaries + sum(sizes[name] for name in present)
+            # The peak is during backward, or at its end, when the parameters have their gradients for the first time.
+            in_backward = held + stage.gradients_received + stage.temporaries + sum(sizes[name] for name in present)
             present |= set(stage.gradients)
             activations, in_flight = activations - stage.activations, in_flight - 1
             if action.stage:
                 sent[Action(BACKWARD, action.stage - 1, action.micro_batch)] = stage.gradients_sent
-            most = max(before, held - stage.activations + sum(sizes[name] for name in present))
+            most = max(in_backward, held - stage.activations + sum(sizes[name] for name in present))
         peak = Peak(max(peak.bytes, most), max(peak.activations, activations), max(peak.in_flight, in_flight))
     return peak
 

@@ -24,12 +24,13 @@ from .communication import Lane
 T = TypeVar("T")
 
 
+# Removed from messages: users can do nothing with a line of gloo's C++ code.
 _OF_GLOO = re.compile(r":?\s*\[[^]]*gloo/[^]]*\].*")
-"""What gloo says of a lost connection, with its own source file and line."""
+"""Text of gloo about a lost connection, with a source file and line of gloo."""
 
 
 Placing = Literal["cluster", "spread"]
-"""What one host has: the stages of a replica, or the replicas of a stage."""
+"""The ranks that one host has: the stages of a replica, or the replicas of a stage."""
 
 
 class PipelineMesh:
@@ -77,6 +78,7 @@ class PipelineMesh:
                 f"but there are {dist.get_world_size()}."
             )
         self._own_groups = OwnGroups(timeout)
+        # With one stage or one replica all placements are the same, and hosts need not be known.
         if stages > 1 and replicas > 1:
             names: list[str] = [""] * dist.get_world_size()
             dist.all_gather_object(names, host_name())
@@ -90,29 +92,32 @@ class PipelineMesh:
     @property
     def has_choice(self) -> bool:
         """True if the placement decides what is sent between hosts, whose ranks follow each other."""
-        ranks = [rank for of_host in self.hosts.ranks for rank in of_host]
+        ranks = [rank for host_ranks in self.hosts.ranks for rank in host_ranks]
+        # `rank_grid` can refuse hosts whose ranks alternate: a choice that may raise is none.
         return len(self.hosts.ranks) > 1 and self.stages > 1 and self.replicas > 1 and ranks == sorted(ranks)
 
     def placement_of(self, grid: list[list[int]] | None) -> Placing | None:
         """Return the placement by which these hosts have the grid; `None` if there is none."""
         placements: tuple[Placing, Placing] = ("cluster", "spread")
-        return next((each for each in placements if self._grid(each) == grid), None)
+        return next((candidate for candidate in placements if self._grid(candidate) == grid), None)
 
     def _grid(self, placement: Placing) -> list[list[int]]:
         return rank_grid(self.hosts, stages=self.stages, replicas=self.replicas, placement=placement)
 
     def place(self, placement: Placing) -> None:
         """Place the ranks otherwise, in new process groups. Collective over all ranks."""
-        self.leave()
+        self.leave()  # the threads and connections of groups that nobody would use
         self.placed = placement
         self.grid = self._grid(placement)
         self._create_groups()
 
     def _create_groups(self) -> None:
         self.replica, self.stage = self.position(dist.get_rank())
-        # Every rank creates every group, in the same order.
+        # Every rank creates every group, in the same order: `new_group` waits for all ranks, members or not.
+        # Stages use gloo, which alone has tags; lanes of NCCL come later.
         stage_groups = [self._own_groups.new(ranks, backend="gloo") for ranks in self.grid]
         backend, columns = backend_with_host(dist.get_backend_config()), zip(*self.grid, strict=True)
+        # Gradients are summed on the device, but `prepare` broadcasts parameters that are still in host memory.
         replica_groups = [self._own_groups.new(ranks, backend=backend) for ranks in columns]
         self._groups = stage_groups[self.replica], replica_groups[self.stage]
 
@@ -128,6 +133,7 @@ class PipelineMesh:
     def holder_groups(self, holders: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Return the group of each set of stages in this rank's replica. Collective over all ranks."""
         groups = {}
+        # Sorted, and for all replicas: ranks that make groups in different orders wait for each other forever.
         wanted = sorted(holders)
         for replica in range(self.replicas):
             for stages in wanted:
@@ -139,6 +145,7 @@ class PipelineMesh:
     def lane_groups(self, lanes: Iterable[Lane], *, backend: str) -> dict[Lane, dist.ProcessGroup]:
         """Return the group of each lane that begins or ends at this rank. Collective over all ranks."""
         groups = {}
+        # Sorted, since `lanes` is a set of tuples with text, whose order differs from process to process.
         wanted = sorted(lanes)
         for replica, ranks in enumerate(self.grid):
             for lane in wanted:
@@ -149,12 +156,14 @@ class PipelineMesh:
 
     def max_over_stages(self, tensor: Tensor) -> Tensor:
         """Return the elementwise maximum over the stages of this replica, on the tensor's device. Collective."""
-        on_host = tensor.detach().to("cpu", copy=True)
+        on_host = tensor.detach().to("cpu", copy=True)  # the reduction writes to it, and the group is one of gloo
         dist.all_reduce(on_host, dist.ReduceOp.MAX, group=self.stage_group)
         return on_host.to(tensor.device)
 
     def sync_rng(self) -> None:
         """Give every stage of this replica the state of the first stage's torch generator. Collective."""
+        # Each step draws its seed from this generator. With other seeds stages would compute other values for the nodes
+        # that each of them runs, such as random masks of the batch alone.
         state = torch.get_rng_state()
         dist.broadcast(state, group=self.stage_group, group_src=0)
         torch.set_rng_state(state)
@@ -176,12 +185,13 @@ def rank_grid(hosts: HostLayout, *, stages: int, replicas: int, placement: Placi
 
     Raises UserError for hosts whose ranks have an order in which groups of them would not be in rank order.
     """
-    ranks = [rank for of_host in hosts.ranks for rank in of_host]
+    ranks = [rank for host_ranks in hosts.ranks for rank in host_ranks]
     if placement == "cluster":
         grid = [ranks[replica * stages : (replica + 1) * stages] for replica in range(replicas)]
     else:
         grid = [ranks[replica::replicas] for replica in range(replicas)]
-    columns = [[of_replica[stage] for of_replica in grid] for stage in range(stages)]
+    columns = [[replica_ranks[stage] for replica_ranks in grid] for stage in range(stages)]
+    # `new_group` sorts its ranks: with another order the rank in a group would not be the stage or the replica.
     if any(group != sorted(group) for group in [*grid, *columns]):
         raise UserError(
             f"the ranks of the hosts are {', '.join(map(str, hosts.ranks))}, in which no stages can be placed. Start "
@@ -265,11 +275,12 @@ def traffic_of(mesh: PipelineMesh, placement: Placing, messages: StepMessages) -
 
 def broadcast_tree(count: int, root: int) -> list[tuple[int, int]]:
     """Return the pairs of sender and receiver in gloo's broadcast: after each round twice as many ranks have it all."""
-    found = []
+    edges = []
     for number in range(1, count):  # counted from the root
+        # In round k the first 2**k ranks send to the next 2**k: the sender is the number without its highest bit.
         sender = number - (1 << (number.bit_length() - 1))
-        found.append(((sender + root) % count, (number + root) % count))
-    return found
+        edges.append(((sender + root) % count, (number + root) % count))
+    return edges
 
 
 class PipelineCollectives(ProcessGroupCollectives):
@@ -280,6 +291,8 @@ class PipelineCollectives(ProcessGroupCollectives):
     """
 
     def __init__(self, all_ranks: ProcessGroupCollectives, mesh: PipelineMesh, *, step: Callable[[], int]) -> None:
+        # Rank and world size are those of replicas, which divide the samples; the process is one of all ranks, so that
+        # a single one writes files.
         super().__init__(
             mesh.replica_group,
             device=all_ranks.device,
@@ -294,6 +307,7 @@ class PipelineCollectives(ProcessGroupCollectives):
         self._mesh = mesh
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        # A copy even without other replicas: callers may write to the result.
         return tensor.detach().clone() if self.world_size == 1 else super().all_reduce(tensor, op)
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -309,6 +323,7 @@ class PipelineCollectives(ProcessGroupCollectives):
         return self._all_ranks.any_rank(flag)
 
     def should_stop_evaluation(self, requested: bool) -> bool:
+        # Stages evaluate the same batches and must end after the same one; other replicas may have fewer batches.
         with self.waiting(self.after("the check whether to continue an evaluation")):
             return bool(self._mesh.max_over_stages(torch.tensor([int(requested)])).item())
 
@@ -331,14 +346,17 @@ class PipelineErrors:
 
     def explain(self, error: Exception, *, where: str = "") -> None:
         """Publish an error and its place; raises RankError for an error caused by another rank."""
+        # An error passes here twice, in the action and in the step; a RankError is the consequence of another rank's.
         if error is self._published or isinstance(error, RankError):
             return
         if isinstance(error, RuntimeError):
             first_line = _OF_GLOO.sub("", str(error).partition("\n")[0]) or "the connection to another rank is lost"
+            # Before the text is looked at: a rank that fails closes its connections, and so breaks those to this one.
             if (cause := self._store.root_cause()) is not None:
                 raise RankError(f"{cause}\n{self._name} stopped then: {first_line}") from None
             if is_lost(error):
                 self._store.publish(f"{self._name}, in step {self._step()}: {first_line}")
+                # A rank that is late can still answer where it is; one that is gone cannot, and asking takes seconds.
                 is_late = "imed out" in str(error)
                 positions = f"\nposition of each rank:\n{self._store.who_waits()}" if is_late else ""
                 raise RankError(first_line + positions) from None
@@ -349,5 +367,5 @@ class PipelineErrors:
 
     def publish(self, why: str, *, where: str = "") -> None:
         """Publish why this rank stops; only the first message of all ranks is kept."""
-        place = f", {where}" if where else ""
-        self._store.publish(f"{self._name} stopped in step {self._step()}{place}: {why}")
+        suffix = f", {where}" if where else ""
+        self._store.publish(f"{self._name} stopped in step {self._step()}{suffix}: {why}")

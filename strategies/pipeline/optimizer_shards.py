@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class OptimizerShards:
-    """Lets each replica of a stage keep the state of some parameters, update these, and send them to the others.
+    """Division of an optimizer over the replicas of a stage: each updates some parameters, and sends them to all.
 
         replica 0   all gradients | update w0 w1 | send w0 w1 | receive w2 w3
         replica 1   all gradients | update w2 w3 | receive w0 w1 | send w2 w3
@@ -30,8 +30,9 @@ class OptimizerShards:
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: PipelineMesh) -> None:
         """Divide the named parameters of this rank's stage, the same on each of its replicas."""
         self.mesh = mesh
-        self._owners = owners_of({name: one.numel() for name, one in parameters.items()}, mesh.replicas)
-        self._owner_of = {id(one): self._owners[name] for name, one in parameters.items()}
+        self._owners = owners_of({name: parameter.numel() for name, parameter in parameters.items()}, mesh.replicas)
+        # By identity: optimizers do not know names, and `==` of tensors compares elements.
+        self._owner_of = {id(parameter): self._owners[name] for name, parameter in parameters.items()}
 
     def owns(self, name: str) -> bool:
         """Return True if this replica updates the parameter."""
@@ -53,13 +54,14 @@ class OptimizerShards:
                 continue  # of another stage
             owned[owner].append(parameter)
             if owner != self.mesh.replica:
-                parameter.grad = None
+                parameter.grad = None  # optimizers skip a parameter without one; the norm has been computed before
         phase_optimizer.update(norm=norm)
+        # Every replica has the same lists in the same order, or broadcasts would wait for each other forever.
         for replica, parameters in enumerate(owned):
             broadcast(parameters, self.mesh.replica_group, source=self._group_rank(replica))
 
     def gather(self, state: T) -> list[T]:
-        """Return the state of every replica on the first one, and the own state on others. Collective over replicas."""
+        """Return the state of every replica on the first one, and `[state]` on others. Collective over replicas."""
         parts: list[Any] | None = [None] * self.mesh.replicas if self.mesh.replica == 0 else None
         dist.gather_object(state, parts, group=self.mesh.replica_group, group_dst=self._group_rank(0))
         return [state] if parts is None else parts
@@ -70,6 +72,7 @@ class OptimizerShards:
 
 def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
     """Return the replica of each name: the largest come first, to the replica that has least."""
+    # Names decide between equal sizes: each replica, and the planner, computes this alone, and all must agree.
     owners, filled = {}, [0] * replicas
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         owners[name] = filled.index(min(filled))

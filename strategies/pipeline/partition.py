@@ -15,7 +15,7 @@ SLACK = 0.04
 """Fraction by which the slowest stage may exceed the optimum for fewer bytes across cuts."""
 SAME_STAGE_AT_MOST = 1.25
 """Users of a shared parameter stay in one stage unless that makes the slowest stage slower by this factor."""
-MOST_CANDIDATES = 160
+MOST_CANDIDATES = 160  # for each stage every pair of them is tried: twice as many take four times as long
 
 SharedParameters = Literal["auto", "same_stage", "replicated"]
 """Placement of a parameter that several nodes use; see `partition`."""
@@ -41,7 +41,7 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCosts:
-    """What a stage keeps of a parameter and of a micro-batch."""
+    """Memory that a stage keeps for a parameter and for a micro-batch."""
 
     in_flight: Sequence[int]
     """For each stage, the most micro-batches between forward and backward."""
@@ -70,6 +70,7 @@ class StageCosts:
         """
         if memory is None:
             memory = MemoryCosts([1] * num_stages, {})
+        # A parameter counts at its first user only: that is exact where its users are in one stage.
         seen: set[str] = set()
         state_bytes = []
         for node in graph.nodes:
@@ -87,11 +88,12 @@ class StageCosts:
 
     def __call__(self, stage: int, start: int, stop: int) -> float:
         """Return the cost of stage number `stage` with the nodes from `start` to before `stop`."""
+        # Shares of the whole step, as seconds and bytes could not be added by `balance`; 1.0 for a step without costs.
         time = (self.seconds[stop] - self.seconds[start]) / (self.seconds[-1] or 1.0)
         states = self.state_bytes[stop] - self.state_bytes[start]
         activations = self.in_flight[stage] * (self.activation_bytes[stop] - self.activation_bytes[start])
-        whole = self.state_bytes[-1] + max(self.in_flight) * self.activation_bytes[-1]
-        return (1.0 - self.balance) * time + self.balance * (states + activations) / (whole or 1.0)
+        total = self.state_bytes[-1] + max(self.in_flight) * self.activation_bytes[-1]
+        return (1.0 - self.balance) * time + self.balance * (states + activations) / (total or 1.0)
 
     def slowest(self, cuts: Sequence[int]) -> float:
         """Return the cost of the slowest stage of a partition with these cuts."""
@@ -114,17 +116,19 @@ def partition(
     """
     costs = StageCosts.of(graph, num_stages=num_stages, balance=balance, memory=memory)
     crossing = crossing_bytes(graph)
-    kept = {} if shared_parameters == "replicated" else sharing_constraints(graph)
+    sharing = {} if shared_parameters == "replicated" else sharing_constraints(graph)
     while True:
-        together = _best_cuts(graph, [*graph.constraints, *kept.values()], num_stages, costs, crossing)
-        if not kept or shared_parameters == "same_stage":
+        together = _best_cuts(graph, [*graph.constraints, *sharing.values()], num_stages, costs, crossing)
+        if not sharing or shared_parameters == "same_stage":
             break
         apart = _best_cuts(graph, graph.constraints, num_stages, costs, crossing)
+        # `None`, without enough cut points, is a reason to drop a constraint as well.
         if together and apart and costs.slowest(together) <= SAME_STAGE_AT_MOST * costs.slowest(apart):
             break
-        del kept[max(kept, key=lambda name: kept[name].last - kept[name].first)]  # the widest
+        # The widest forbids the most cuts; the others may then cost little. Each round has one fewer, so this ends.
+        del sharing[max(sharing, key=lambda name: sharing[name].last - sharing[name].first)]
     if together is None:
-        raise too_few_cut_points(graph, num_stages, kept)
+        raise too_few_cut_points(graph, num_stages, sharing)
     return replicate_shared(graph, together)
 
 
@@ -143,10 +147,12 @@ def crossing_bytes(graph: TracedGraph) -> list[int]:
     for node in graph.nodes:
         for value in node.inputs:
             used[value] = node.index
+        # Later stages run such a node again, to have its number: what it reads is sent to all of them.
         if node.reads and not node.is_batch_only:
             used.update(dict.fromkeys(node.inputs, num_nodes))
         for output in node.outputs:
-            made.setdefault(output.value, node.index)
+            made.setdefault(output.value, node.index)  # a write in place makes no other value
+    # Differences, whose running sum is the answer: one pass, also where thousands of values cross many nodes.
     change = [0] * (num_nodes + 2)
     for value, last in used.items():
         if not graph.values[value].local and value in made:
@@ -158,35 +164,39 @@ def crossing_bytes(graph: TracedGraph) -> list[int]:
 
 def candidates(graph: TracedGraph, constraints: Sequence[CutConstraint], crossing: Sequence[int]) -> list[int]:
     """Return the nodes that may begin a stage; of many, the one with the fewest bytes between two leaf modules."""
+    # Differences again; their running sum is the number of constraints that forbid a cut before a node.
     change = [0] * (len(graph.nodes) + 2)
     for constraint in constraints:
         change[constraint.first + 1] += 1
         change[constraint.last + 1] -= 1
     allowed = [depth == 0 for depth in accumulate(change)]
-    places = [place for place in range(1, len(graph.nodes) - 1) if allowed[place]]  # a stage does more than return
-    if len(places) <= MOST_CANDIDATES:
-        return places
+    # Not before `return`, the last node: a stage does more than return.
+    positions = [position for position in range(1, len(graph.nodes) - 1) if allowed[position]]
+    if len(positions) <= MOST_CANDIDATES:
+        return positions
     leaf_modules = [node.index for node in graph.nodes if node.is_leaf_module or node.parameters]
     edges = sorted({0, *leaf_modules, len(graph.nodes) - 1})
     chosen = set()
     for first, last in pairwise(edges):
-        places = [place for place in range(first + 1, last + 1) if allowed[place]]
-        if places:
-            chosen.add(min(places, key=lambda place: (crossing[place], -place)))
+        positions = [position for position in range(first + 1, last + 1) if allowed[position]]
+        if positions:
+            # Of equally good ones the last: what is done to prepare a module's input stays in the stage before.
+            chosen.add(min(positions, key=lambda position: (crossing[position], -position)))
         if allowed[last]:
             chosen.add(last)
-    places = sorted(chosen - {0, len(graph.nodes) - 1})
-    if len(places) > MOST_CANDIDATES:
-        stride = len(places) / MOST_CANDIDATES
-        places = [places[int(index * stride)] for index in range(MOST_CANDIDATES)]
-    return places
+    positions = sorted(chosen - {0, len(graph.nodes) - 1})
+    if len(positions) > MOST_CANDIDATES:
+        # Still too many leaf modules; every n-th of them keeps candidates in all parts of the step.
+        stride = len(positions) / MOST_CANDIDATES
+        positions = [positions[int(index * stride)] for index in range(MOST_CANDIDATES)]
+    return positions
 
 
-def too_few_cut_points(graph: TracedGraph, num_stages: int, kept: Mapping[str, CutConstraint]) -> UserError:
-    """Return the error for a step that has too few cut points; `kept` are the constraints of shared parameters."""
-    found = len(candidates(graph, [*graph.constraints, *kept.values()], crossing_bytes(graph))) + 1
-    if kept:
-        names = ", ".join(f"'{name}'" for name in kept)
+def too_few_cut_points(graph: TracedGraph, num_stages: int, sharing: Mapping[str, CutConstraint]) -> UserError:
+    """Return the error for a step that has too few cut points; `sharing` are the constraints of shared parameters."""
+    limit = len(candidates(graph, [*graph.constraints, *sharing.values()], crossing_bytes(graph))) + 1
+    if sharing:
+        names = ", ".join(f"'{name}'" for name in sharing)
         reason = f"The users of {names} must be in one stage; strategy.shared_parameters=auto lets stages have copies."
     elif graph.constraints:
         widest = max(graph.constraints, key=lambda constraint: constraint.last - constraint.first)
@@ -195,8 +205,8 @@ def too_few_cut_points(graph: TracedGraph, num_stages: int, kept: Mapping[str, C
         expensive = max(graph.nodes, key=lambda node: node.cost.seconds)
         reason = f"The most expensive node is {expensive}, which cannot be expanded."
     return UserError(
-        f"the step can be partitioned into at most {found} stages, but strategy.stages={num_stages}. {reason} Or type "
-        f"strategy.stages={max(found, 1)}."
+        f"the step can be partitioned into at most {limit} stages, but strategy.stages={num_stages}. {reason} Or type "
+        f"strategy.stages={max(limit, 1)}."
     )
 
 
@@ -216,10 +226,11 @@ def _best_cuts(
     costs: StageCosts,
     crossing: Sequence[int],
 ) -> list[int] | None:
-    places = candidates(graph, constraints, crossing)
-    if len(places) < num_stages - 1:
+    positions = candidates(graph, constraints, crossing)
+    if len(positions) < num_stages - 1:
         return None
-    edges = [0, *places, len(graph.nodes)]
+    edges = [0, *positions, len(graph.nodes)]
+    # The limit is relative to the fastest partition, which is found first, with cuts that cost no bytes.
     fastest = _fewest_bytes(edges, num_stages, costs, [0] * len(crossing), float("inf"))
     return _fewest_bytes(edges, num_stages, costs, crossing, costs.slowest(fastest) * (1.0 + SLACK))
 
@@ -230,6 +241,7 @@ def _fewest_bytes(
     """Return the cuts with the fewest bytes across, and of these the fastest, if no stage costs more than `limit`."""
     last = len(edges) - 1
     infinite = (float("inf"), float("inf"))
+    # A shortest path over (stage, edge): O(num_stages x edges squared), where trying all cuts would be exponential.
     # best[stop]: bytes across and the cost of the slowest stage so far, if the stages end before edge `stop`
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [infinite] * last
     origins: list[list[int]] = []
@@ -241,9 +253,9 @@ def _fewest_bytes(
             for start in range(stop):
                 cost = costs(stage, edges[start], edges[stop])
                 if cost <= limit and best[start] < infinite:
-                    found = (best[start][0] + crossed, max(best[start][1], cost))
-                    if found < reached[stop]:
-                        reached[stop], origin[stop] = found, start
+                    candidate = (best[start][0] + crossed, max(best[start][1], cost))
+                    if candidate < reached[stop]:  # pairs are compared by bytes first, then by cost
+                        reached[stop], origin[stop] = candidate, start
         best = reached
         origins.append(origin)
     cuts = []
@@ -251,7 +263,7 @@ def _fewest_bytes(
     for origin in reversed(origins):
         stop = origin[stop]
         cuts.append(edges[stop])
-    return cuts[-2::-1]
+    return cuts[-2::-1]  # without the last one, which is the start of the first stage
 
 
 def manual_partition(
@@ -261,36 +273,36 @@ def manual_partition(
 
     Unless `shared_parameters` is `replicated`, no split point may be between the users of a parameter.
     """
-    places = [_first_node(graph, name) for name in split_points]
-    if len(places) != num_stages - 1:
+    positions = [_first_node(graph, name) for name in split_points]
+    if len(positions) != num_stages - 1:
         raise UserError(
-            f"strategy.split_points names {len(places)} modules, which makes {len(places) + 1} stages, but "
-            f"strategy.stages={num_stages}. Type strategy.stages={len(places) + 1}, or name "
+            f"strategy.split_points names {len(positions)} modules, which makes {len(positions) + 1} stages, but "
+            f"strategy.stages={num_stages}. Type strategy.stages={len(positions) + 1}, or name "
             f"{num_stages - 1} modules."
         )
-    if places != sorted(set(places)) or 0 in places:
+    if positions != sorted(set(positions)) or 0 in positions:
         raise UserError(
             f"strategy.split_points={list(split_points)} must be in the order in which the step calls the modules, "
             "each once, without the first one: split points begin the second and later stages."
         )
-    for place in places:
+    for position in positions:
         for constraint in graph.constraints:
-            if constraint.forbids(place):
+            if constraint.forbids(position):
                 raise UserError(
-                    f"a stage cannot begin at {graph.nodes[place]}: {constraint.reason}.{constraint.advice}"
+                    f"a stage cannot begin at {graph.nodes[position]}: {constraint.reason}.{constraint.advice}"
                 )
-    kept = {} if shared_parameters == "replicated" else sharing_constraints(graph)
-    for name, constraint in kept.items():
-        for place in places:
-            if constraint.forbids(place):
+    sharing = {} if shared_parameters == "replicated" else sharing_constraints(graph)
+    for name, constraint in sharing.items():
+        for position in positions:
+            if constraint.forbids(position):
                 first, last = (_called(graph.nodes[index]) for index in (constraint.first, constraint.last))
                 raise UserError(
-                    f"strategy.split_points begins a stage at {_called(graph.nodes[place])}, between users of the "
+                    f"strategy.split_points begins a stage at {_called(graph.nodes[position])}, between users of the "
                     f"parameter '{name}': {first} and {last}. Type strategy.shared_parameters=replicated to "
                     f"give each stage that uses it a copy, with gradients summed, or split before "
                     f"{first} or after {last}."
                 )
-    return replicate_shared(graph, places)
+    return replicate_shared(graph, positions)
 
 
 def _called(node: Node) -> str:
@@ -298,15 +310,17 @@ def _called(node: Node) -> str:
 
 
 def _first_node(graph: TracedGraph, name: str) -> int:
+    # Not all modules of the task: a stage can begin only at one whose call, or a call in whose code, is a node.
     names = list(dict.fromkeys(name for node in graph.nodes for name in _ancestry(node)))
-    matches = [known for known in names if known == name or known.endswith(f".{name}")]
+    matches = [module_name for module_name in names if module_name == name or module_name.endswith(f".{name}")]
     full = name if name in matches else matches[0] if len(matches) == 1 else None
     if full is None:
-        found = "more than one module" if matches else "no module that the step calls"
+        problem = "more than one module" if matches else "no module that the step calls"
+        # Parameters tell that a module is inside a node, whose calls are not traced.
         for node in graph.nodes:
             if node.is_opaque and any(parameter.startswith(f"{name}.") for parameter in node.parameters):
-                found = f"called inside {node}: that is one node, and a stage begins before or after it"
-        raise UserError(f"strategy.split_points names '{name}', which is {found}.{nearest(name, names)}")
+                problem = f"called inside {node}: that is one node, and a stage begins before or after it"
+        raise UserError(f"strategy.split_points names '{name}', which is {problem}.{nearest(name, names)}")
     return min(node.index for node in graph.nodes if full in _ancestry(node))
 
 

@@ -58,12 +58,15 @@ class PlanReport:
     ) -> PlanReport:
         """Return the summary of a partition; `bubble` is the idle share of the schedule with equal stages."""
         bounds = partition.bounds(len(graph.nodes))
+        # Any ranks will do: what a stage receives does not depend on them.
         pieces = stage_graphs(graph, bounds, list(range(len(bounds))))
-        whole = sum(node.cost.seconds for node in graph.nodes) or 1.0
+        # 1.0 for a step without costs, which would divide by zero.
+        total_seconds = sum(node.cost.seconds for node in graph.nodes) or 1.0
         stages = []
         for index, (start, stop) in enumerate(bounds):
             nodes = graph.nodes[start:stop]
             modules = [node.name for node in nodes if node.is_leaf_module]
+            # A stage may have calls of functions only.
             names = modules or [f"{node.name} ({node.location})" for node in nodes]
             parameters = {name for node in nodes for name in node.parameters}
             parameter_bytes = sum(graph.parameter_bytes[name] for name in parameters)
@@ -74,7 +77,7 @@ class PlanReport:
                     names[-1],
                     len(set(modules)),
                     parameter_bytes,
-                    sum(node.cost.seconds for node in nodes) / whole,
+                    sum(node.cost.seconds for node in nodes) / total_seconds,
                     sum(graph.values[transfer.value].num_bytes for transfer in pieces[index].receives),
                 )
             )
@@ -88,6 +91,7 @@ class PlanReport:
     @property
     def predicted_bubble(self) -> float:
         """Idle share over all stages, with the time that faster stages wait for the slowest."""
+        # Every stage takes as long as the slowest one. At least 1.0, as a sum of rounded shares may be less.
         return 1.0 - (1.0 - self.bubble) / max(self.imbalance, 1.0)
 
     def __str__(self) -> str:
@@ -110,6 +114,7 @@ class PlanReport:
         if self.traffic:
             titles = ("placement", "activations", "gradients", "weights", "sent between hosts in a step")
             lines += ["", *_aligned([titles, *map(_traffic_row, self.traffic)], "<>>>>")]
+            # The first row is that of the present placement; the other one shows what it would cost.
             lines.append(f"placement={self.traffic[0].placement} is used")
         return "\n".join(lines)
 
@@ -126,6 +131,7 @@ def _traffic_row(traffic: HostTraffic) -> tuple[str, ...]:
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # Doubled braces are those of the format that is made here.
     cells = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return [cells.format(*row) for row in rows]
 
@@ -145,6 +151,7 @@ WORTH_ADVICE = 0.10  # of all ranks' time: idle beyond what the schedule itself 
 
 def write_plan(plan: PlanReport, folder: Path) -> None:
     """Write `partition.txt` and `partition.json` to the run folder."""
+    # Optional: a full disk must not end a run that needs no table.
     write_optional(folder / "partition.txt", f"{plan}\n\n{draw_stages(plan)}\n")
     write_optional(folder / "partition.json", json.dumps(asdict(plan), indent=2) + "\n")
 
@@ -155,6 +162,7 @@ def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: f
     `expected` is the idle share of the schedule with equal stages.
     """
     tracks = [Track(f"rank {rank}", [_timeline_span(span) for span in row]) for rank, row in enumerate(spans)]
+    # With several stages a rank, a micro-batch has several actions on each.
     num_micro_batches = len({span.action.micro_batch for row in spans for span in row})
     idle = idle_share(spans)
     figures = [
@@ -190,9 +198,10 @@ def draw_stages(plan: PlanReport) -> str:
     start = 0
     done = 0.0
     for stage in plan.stages:
-        if stage.stage:
+        if stage.stage:  # the first one receives nothing
             lines.append(f"{'':9}{'':{start}}| {in_units(stage.received_bytes)} received for each micro-batch")
         done += stage.share
+        # From the sum, as rounded lengths would add up to another width; at least one mark for a stage of little time.
         stop = max(round(done * BAR_WIDTH), start + 1)
         bar = " " * start + "#" * (stop - start)
         lines.append(f"stage {stage.stage:<3}{bar:<{BAR_WIDTH}}  {stage.first} to {stage.last}")

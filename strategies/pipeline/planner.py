@@ -35,6 +35,7 @@ from .tracer import TraceResult, trace
 logger = logging.getLogger(__name__)
 
 Costs = Literal["measured", "estimated", "fake"]
+# What fake tensors raise where their elements are needed; torch exports it nowhere else.
 NEEDS_ELEMENTS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 GOOD_IMBALANCE = 1.05
@@ -80,6 +81,7 @@ class TraceInput:
 
     def _preceding(self) -> list[Step]:
         runs = [step.run for step in self.preceding]
+        # They switch to their phases, so this one is begun again at the end, before the step itself.
         return [*runs, lambda batch: self.begin()] if runs else []
 
     def begin(self) -> Step:
@@ -117,7 +119,7 @@ class TraceInput:
             )
             return self._traced[arguments]
         except NEEDS_ELEMENTS as error:
-            if not fake:
+            if not fake:  # an eager trace has elements: this is an error of the task
                 raise
             raise UserError(
                 f"{type(self.task).__name__}'s step reads elements of a tensor ({error.func}), which are not known "
@@ -132,6 +134,7 @@ class TraceInput:
                 measure(graph, self.task, self.begin(), self.batch, self._preceding(), device=self.device)
                 return
             except NotRepeatable as error:
+                # No reason to stop: estimated costs make less balanced stages, but the same gradients.
                 logger.info("costs are estimated, not measured: %s", error)
         estimate(graph, self.rates)
 
@@ -164,6 +167,7 @@ def plan_steps(
     times on copies of their batches; the task is restored.
     """
     trace_inputs = _in_sequence(trace_inputs)
+    # Without leaf modules every call is a node: this tells what each module costs, and which modules it calls.
     surveys: list[TraceResult] = []
     for trace_input in trace_inputs:
         left_behind = frozenset().union(*(survey.left_behind for survey in surveys))
@@ -178,6 +182,7 @@ def plan_steps(
     if split_points is not None:
         names = {name for survey in surveys for name in survey.module_calls}
         opened = {name for name in names if any(name == point or name.endswith(f".{point}") for point in split_points)}
+        # A module inside a leaf module could not begin a stage. With a limit of 1 none is expanded for its cost.
         expanded = frozenset(ancestor for name in opened for ancestor in _ancestors(name))
         steps = _trace_consistently(trace_inputs, surveys, limit=1.0, expanded=expanded)
         merged = _costed(trace_inputs, steps)
@@ -193,12 +198,12 @@ def plan_steps(
         limit = 1.0 / (num_stages * granularity)
         steps = _trace_consistently(trace_inputs, surveys, limit=limit, expanded=frozenset())
         leaf_modules = [step.leaf_modules for step in steps]
-        if leaf_modules == previous:
+        if leaf_modules == previous:  # measuring again would give other noise, not another graph
             continue
         previous = leaf_modules
         merged = _costed(trace_inputs, steps)
         try:
-            found = partition(
+            candidate = partition(
                 merged.graph,
                 num_stages=num_stages,
                 balance=balance,
@@ -206,12 +211,13 @@ def plan_steps(
                 memory=memory,
             )
         except UserError as error:
-            refusal = error
+            refusal = error  # finer leaf modules have more cut points
             continue
         costs = StageCosts.of(merged.graph, num_stages=num_stages, balance=balance, memory=memory)
-        cost = costs.slowest(found.cuts)
+        cost = costs.slowest(candidate.cuts)
         if cost < best_cost * WORTH_EXPANDING:
-            best, best_cost = _plan_of(steps, merged, found), cost
+            best, best_cost = _plan_of(steps, merged, candidate), cost
+        # Costs are shares of the step, so that 1 / num_stages is their mean.
         if best_cost * num_stages <= GOOD_IMBALANCE:
             break
     if best is None:
@@ -238,6 +244,7 @@ def saved_partition(plan: PartitionPlan, settings: str) -> dict[str, Any]:
 
     `settings` are those of the strategy; with others, such as another number of stages, the task is partitioned again.
     """
+    # Sorted, so that equal partitions make equal checkpoints: the order of a set differs from process to process.
     leaf_modules, cuts = tuple(sorted(plan.whole.leaf_modules)), plan.partition.cuts
     return {"settings": settings, "leaf_modules": leaf_modules, "cuts": cuts, "digest": _digest(plan.whole)}
 
@@ -247,9 +254,10 @@ def restore_plan(trace_inputs: Sequence[TraceInput], saved: Mapping[str, Any]) -
     trace_inputs = _in_sequence(trace_inputs)
     leaf_modules = frozenset(saved["leaf_modules"])
     steps = [trace_input.trace(leaf_modules).graph for trace_input in trace_inputs]
+    # A step must know what the others write, which only their traces tell: each is traced twice.
     if len(steps) > 1:
-        changed = frozenset().union(*(step.written for step in steps))
-        steps = [trace_input.trace(leaf_modules, changed=changed).graph for trace_input in trace_inputs]
+        written = frozenset().union(*(step.written for step in steps))
+        steps = [trace_input.trace(leaf_modules, changed=written).graph for trace_input in trace_inputs]
     merged = _costed(trace_inputs, steps)
     if _digest(merged.graph) != saved["digest"]:
         return None
@@ -273,6 +281,7 @@ def _plan_of(steps: Sequence[TracedGraph], merged: MergedGraph, partition: Parti
 
 
 def _digest(graph: TracedGraph) -> int:
+    # Names alone: times differ from run to run, and sizes with the batch. A checksum that is the same in all processes.
     return zlib.crc32("\n".join(f"{node.name} {node.is_leaf_module}" for node in graph.nodes).encode())
 
 
@@ -281,13 +290,16 @@ def _trace_consistently(
 ) -> list[TracedGraph]:
     """Return graphs in which a module that is expanded in one is expanded in all, where possible."""
     several = surveys if len(surveys) > 1 else ()
-    changed: frozenset[str] = frozenset().union(*(survey.graph.written for survey in several))
+    written: frozenset[str] = frozenset().union(*(survey.graph.written for survey in several))
+    # Ends, as each round expands another module.
     while True:
         steps = [
-            trace_expanding(trace_input, survey, limit=limit, expanded=expanded, changed=changed)
+            trace_expanding(trace_input, survey, limit=limit, expanded=expanded, changed=written)
             for trace_input, survey in zip(trace_inputs, surveys, strict=True)
         ]
         leaf_modules = frozenset().union(*(step.leaf_modules for step in steps))
+        # Where one step has a module as one node, the nodes inside of it in another step would all have to be in the
+        # same stage, as they use its parameters.
         nested = leaf_modules.intersection(ancestor for name in leaf_modules for ancestor in _ancestors(name))
         if nested <= expanded:
             return steps
@@ -299,12 +311,14 @@ def trace_expanding(
 ) -> TracedGraph:
     """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
     kept_whole: frozenset[str] = frozenset()
+    # Ends, as each round adds a module to one of the two sets.
     while True:
         leaf_modules = _choose_leaf_modules(trace_input, survey, limit=limit, expanded=expanded, kept_whole=kept_whole)
         traced = trace_input.trace(leaf_modules, changed=changed)
         opaque = (traced.opaque_leaf_modules | traced.carrying_modules) - expanded - kept_whole
         opaque = {name for name in opaque if _can_be_expanded(trace_input.task, survey, name)}
         reading = traced.reading_modules - expanded - kept_whole - opaque
+        # The task itself ("") cannot be one node: with it nothing would be left to partition.
         changing = {node.path for node in traced.changed_calls or ()} - {""} - expanded - kept_whole
         if opaque:
             expanded |= opaque
@@ -313,9 +327,9 @@ def trace_expanding(
         elif reading:
             kept_whole |= reading
         elif traced.changed_calls is not None:
-            before, now = traced.changed_calls
+            first, later = traced.changed_calls
             raise UserError(
-                f"the step calls {before} when it runs for the first time, and {now} in its place when it runs again, "
+                f"the step calls {first} when it runs for the first time, and {later} in its place when it runs again, "
                 "because of a cache that the first run fills, a counter or a random branch. A pipeline needs the same "
                 "calls in every step. Fill the cache in the task's constructor, move the branch into one module's "
                 "forward, which may run any code, or train with strategy=ddp."
@@ -337,16 +351,17 @@ def _choose_leaf_modules(
 ) -> frozenset[str]:
     """Return the outermost modules that take at most `limit` of the step in one call, or cannot be expanded."""
     calls = survey.module_calls
-    whole = estimated_seconds(calls[""].cost, trace_input.rates) or 1.0
+    step_seconds = estimated_seconds(calls[""].cost, trace_input.rates) or 1.0
     leaf_modules: set[str] = set()
     pending = list(calls[""].callees)
-    seen: set[str] = set()
+    seen: set[str] = set()  # several modules may call the same one
     while pending:
         name = pending.pop()
         if name in seen:
             continue
         seen.add(name)
-        share = estimated_seconds(calls[name].cost, trace_input.rates) / calls[name].num_calls / whole
+        # For one call: a module that is called in every layer has a node, and a possible cut, at each.
+        share = estimated_seconds(calls[name].cost, trace_input.rates) / calls[name].num_calls / step_seconds
         asked = name in expanded or (share > limit and name not in kept_whole)
         if asked and _can_be_expanded(trace_input.task, survey, name):
             pending += calls[name].callees
@@ -357,8 +372,11 @@ def _choose_leaf_modules(
 
 def _can_be_expanded(task: nn.Module, survey: TraceResult, name: str) -> bool:
     module = task.get_submodule(name)
+    # Torch has no public way to ask whether `Module.compile` was called. The class of `torch.compile` is asked for by
+    # name, as its import takes long.
     is_compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-    has_backward_hooks = module._backward_hooks or module._backward_pre_hooks  # which need its inputs and its result
+    # They need the module's inputs and result in one stage, as a leaf module has them. Torch lists them nowhere else.
+    has_backward_hooks = module._backward_hooks or module._backward_pre_hooks
     return bool(survey.module_calls[name].callees) and not (is_compiled or has_backward_hooks)
 
 

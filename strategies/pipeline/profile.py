@@ -27,7 +27,7 @@ BACKWARD_PER_FORWARD = 2.0
 They are not measured: backward would call hooks and functions of the task, which a plan cannot undo. Only the ratio of
 stages matters for a partition, and it is wrong only between nodes whose own factors differ.
 """
-NUM_RUNS = 3
+NUM_RUNS = 3  # the least of them is without the first one's allocations, and other processes' work
 MATRIX_SIZE = 512
 COPIED_BYTES = 1 << 24  # more than a processor's cache
 HOST = torch.device("cpu")
@@ -53,14 +53,15 @@ def measure(
         with _moved(task, device):
             for _ in range(NUM_RUNS):
                 stopwatch = _Stopwatch(graph, interceptor, mark)
-                own = copy_batch(batch) if device.type == "cpu" else to_device(batch, device)
-                with preserve_task(task), preserve_state(task, preceding, own) as before:
-                    before.keep_named(graph.written)
+                run_batch = copy_batch(batch) if device.type == "cpu" else to_device(batch, device)
+                with preserve_task(task), preserve_state(task, preceding, run_batch) as saved_state:
+                    # No mode of this run sees writes in place, as that of a trace does.
+                    saved_state.keep_named(graph.written)
                     with interceptor.installed(), interceptor.handled_by(stopwatch), stopwatch:
-                        step(own)
+                        step(run_batch)
                 stopwatch.finish()
     except RuntimeError as error:  # tensors in host memory that are no buffers, or too little memory
-        if device.type == "cpu":
+        if device.type == "cpu":  # where the step was traced: an error of the task
             raise
         raise NotRepeatable(f"the whole step cannot be run on {device}: {str(error).splitlines()[0]}") from None
     _pool(graph)
@@ -89,22 +90,24 @@ def measured_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> 
     square = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype)
     memory = torch.ones(COPIED_BYTES // 4, device=device)
     copied = torch.empty_like(memory)
-    few = torch.ones(8, device=device)
+    few = torch.ones(8, device=device)  # with so few elements a call takes what it takes to make any
 
     def seconds(call: Callable[[], object], repeats: int) -> float:
-        found = []
+        run_seconds = []
         for _ in range(NUM_RUNS):
+            # Calls only queue their work on a GPU, and earlier work must not be counted.
             _synchronize(device)
             start = perf_counter()
             for _ in range(repeats):
                 call()
             _synchronize(device)
-            found.append((perf_counter() - start) / repeats)
-        return min(found)
+            run_seconds.append((perf_counter() - start) / repeats)
+        return min(run_seconds)
 
     with torch.no_grad():
         flops = 2 * MATRIX_SIZE**3 / seconds(lambda: torch.mm(square, square), 4)
         num_bytes = COPIED_BYTES / seconds(lambda: copied.copy_(memory), 4)
+        # One digit, so that a small difference between two measurements does not make another partition.
         return Rates(*(float(f"{rate:.0e}") for rate in (flops, num_bytes, seconds(lambda: few.add(1.0), 100))))
 
 
@@ -122,10 +125,11 @@ class _Stopwatch(TracingMode):
         self._nodes = graph.nodes
         self._interceptor = interceptor
         self._next = 0
-        self._inside = False
+        self._inside = False  # of a node, whose calls are not nodes
 
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Measure a torch function between leaf modules."""
+        # Calls without tensors are nodes only where they were traced as such; the last node, `return`, always follows.
         if self._inside or not (tensors((args, kwargs)) or self._nodes[self._next].name == name):
             return call(*args, **kwargs)
         return self.module_call(name, call, args, kwargs)
@@ -148,12 +152,14 @@ class _Stopwatch(TracingMode):
 
     def finish(self) -> None:
         """Set the seconds of all nodes that were run, where they are less than before."""
+        # Not strict: the last node, `return`, is not a call.
         for node, (start, end) in zip(self._nodes, self._marks, strict=False):
             if isinstance(start, float):
                 seconds = end - start
             else:
-                end.synchronize()
+                end.synchronize()  # only after the run, which would wait for the device at every node
                 seconds = start.elapsed_time(end) / 1e3
+            # 0 before the first run.
             node.cost.forward_seconds = min(seconds, node.cost.forward_seconds or seconds)
 
 
@@ -174,14 +180,15 @@ def _moved(task: nn.Module, device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    before = [(tensor, tensor.data) for tensor in named_state(task).values()]
+    contents = [(tensor, tensor.data) for tensor in named_state(task).values()]
     try:
-        for tensor, content in before:
+        for tensor, content in contents:
             tensor.data = content.to(device)
         yield
     finally:
-        for tensor, content in before:
+        for tensor, content in contents:
             tensor.data = content
+        # The memory of the whole task, of which training holds a part, and which other processes may need.
         torch.cuda.empty_cache()
 
 
@@ -191,6 +198,7 @@ def _pool(graph: TracedGraph) -> None:
     for node in graph.nodes:
         shapes = tuple(graph.values[value].shape for value in node.inputs)
         parameters = tuple(sorted(graph.parameter_bytes[name] for name in node.parameters))
+        # Layers of one kind have other names; functions with the same name and work are the same call.
         kind = "" if node.is_leaf_module else node.name
         groups[kind, node.cost.flops, node.cost.num_calls, shapes, parameters].append(node)
     for nodes in groups.values():

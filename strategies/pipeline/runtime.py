@@ -65,11 +65,12 @@ class PipelineRuntime:
     ) -> None:
         """Add the gradients of all micro-batches to those of this rank's parameters. Collective over the stages.
 
-        `actions` are those of each rank. `around(index)` returns a context for each own action, such as a session that
-        reduces gradients. `read_loss(micro_batch, returned)` returns the scalar from which backward starts, in the
-        last stage. Every stage passes the same batches and actions.
+        `actions` are those of each rank. `around(index)` returns a context for each action of this rank, such as a
+        session that reduces gradients. `read_loss(micro_batch, returned)` returns the scalar from which backward
+        starts, in the last stage. Every stage passes the same batches and actions.
         """
         self._carry_out(executor, step, batches, actions, read_loss=read_loss, around=around)
+        # What is not computation is waiting: for messages in actions, and for sends at the end.
         busy = sum(span.end - span.start for span in self.spans)
         self.waited_seconds += perf_counter() - self._began - busy
 
@@ -77,6 +78,7 @@ class PipelineRuntime:
     def forward(self, executor: StageExecutor, step: Step, batch: Any) -> list[Any]:
         """Return the step's result in a list on the last stage, `[]` on the others. Collective over the stages."""
         actions: list[list[Action]] = [[] for _ in range(self._group.size())]
+        # Not one stage for each rank: an evaluation follows the parameters, and may return to an earlier rank.
         for stage_graph in executor.stage_graphs:
             actions[stage_graph.rank].append(Action(FORWARD, stage_graph.index, 0))
         return list(self._carry_out(executor, step, [batch], actions).values())
@@ -86,11 +88,12 @@ class PipelineRuntime:
 
         Collective over the stages.
         """
-        source = executor.stage_graphs[-1].rank
+        source = executor.stage_graphs[-1].rank  # which alone has run the step to its end
         return self._outputs.broadcast(outputs, source=source, key=key)
 
     def timeline(self) -> list[list[Span]]:
         """Return the spans of every stage in the last step, on one clock from its first start. Collective."""
+        # `perf_counter` is comparable between processes of one machine only.
         answers = gather((self._began, self.spans), self._group)
         first = min(began for began, _ in answers)
         return [
@@ -114,18 +117,19 @@ class PipelineRuntime:
         self.spans = []
         self._began = begin = perf_counter()
         with preserve_generators(self._device), executor.interceptor.installed():
-            own = actions[self._stage]
-            for index, action in enumerate(own):
-                for later in own[index : index + 1 + AHEAD]:
+            rank_actions = actions[self._stage]
+            for index, action in enumerate(rank_actions):
+                for later in rank_actions[index : index + 1 + AHEAD]:
                     if not run.post(later):
                         break  # or a later message would be received in place of an earlier one
                 with around(index) if around is not None else nullcontext():
-                    try:  # inside `around`, whose own message would say less
+                    try:  # inside `around`, whose message would say less
                         start = run.carry_out(action)
                     except Exception as error:
                         self.errors.explain(error, where=action.place())
                         raise
                 self.spans.append(Span(action, start - begin, perf_counter() - begin))
+        # Not after an error: a rank that is gone receives nothing, and the wait would end with the timeout only.
         self._channel.finish()
         return run.returned
 
@@ -134,6 +138,7 @@ class PipelineRuntime:
 def preserve_generators(device: torch.device) -> Iterator[None]:
     """Restore the random generators at the end: stages draw different numbers, but must have the same state."""
     torch_state = torch.get_rng_state()
+    # Of one device: the executor seeds only that of this rank.
     cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python_state = python_rng_state()
     try:
@@ -171,15 +176,16 @@ class StepRun:
 
     def post(self, action: Action) -> bool:
         """Start receiving the inputs of an action once; return False if their shapes are unknown."""
-        if action in self._pending:
+        if action in self._pending:  # a second receive would take the message of the next micro-batch
             return True
         stage_graph = self.executor.stage_graphs[action.stage]
         shapes = self.executor.shapes.get((stage_graph.index, self.signatures[action.micro_batch]))
-        if shapes is None:
+        if shapes is None:  # the header that tells them is read when it is the action's turn
             return False
         if action.kind == FORWARD:
             transfers = stage_graph.receives
         else:
+            # In the order of `sends`, on which the sum of gradients depends in its last bits.
             transfers = [transfer for transfer in stage_graph.sends if transfer.differentiable]
         self._pending[action] = [(transfer, self._expect(transfer, action.kind, shapes)) for transfer in transfers]
         return True
@@ -194,7 +200,7 @@ class StepRun:
     def _expect(self, transfer: Transfer, kind: str, shapes: Shapes) -> PendingReceive:
         other = transfer.source if kind == FORWARD else transfer.destination
         shape, dtype = shapes[transfer.value], self.executor.graph.values[transfer.value].dtype
-        assert shape is not None
+        assert shape is not None  # a header has the shapes of all values that earlier stages have made
         source = self.executor.stage_graphs[other].rank
         expect = self.channel.expect if kind == FORWARD else self.channel.expect_gradient
         lane = lane_of(self.executor, transfer, kind)
@@ -205,6 +211,7 @@ class StepRun:
         rank = self.executor.stage_graphs[stage].rank
         if not self.actions:
             return
+        # A rank keeps to the order of its actions: all that it needed for earlier ones has arrived.
         answer = Action(action.kind, stage, action.micro_batch)
         self.channel.release(to=rank, begun=self.actions[rank][: self.actions[rank].index(answer) + 1])
 
@@ -219,13 +226,14 @@ class StepRun:
         to = self.executor.stage_graphs[transfer.destination].rank
         user = Action(FORWARD, transfer.destination, action.micro_batch)
         lane = lane_of(self.executor, transfer, FORWARD)
-        sent = tensor.detach()
+        sent = tensor.detach()  # for a stage on this rank too, or its backward would run through this one's graph
         if self.executor.may_be_written(tensor):
             sent = sent.clone()  # or the next micro-batch could write to it before it is sent
         self.channel.send(sent, to=to, tag=self._tag(transfer, FORWARD), user=user, lane=lane)
 
     def _tag(self, transfer: Transfer, kind: str) -> int:
         """Return a tag for each value and direction; within one tag, micro-batches keep their order."""
+        # Values, destinations and directions are the digits of one number, so that no two transfers share a tag.
         way = (transfer.destination * 2 + (kind == BACKWARD)) * len(self.executor.graph.values)
         return FIRST_TAG + way + transfer.value
 
@@ -235,6 +243,7 @@ class StepRun:
         stage_graph = self.executor.stage_graphs[action.stage]
         batch, tensors = self._batch_of_stage(action.micro_batch)
         key = (stage_graph.index, self.signatures[action.micro_batch])
+        # Stages see the same batches in the same order, so that neighbours agree on when a header is sent.
         is_new = key not in self.executor.shapes
         if is_new:
             self.executor.shapes[key] = self._receive_shapes(stage_graph, action)
@@ -242,9 +251,10 @@ class StepRun:
         self.post(action)
         received, inputs = self._open_inputs(action, stage_graph, tensors)
         start = perf_counter()
+        # The same in every stage, and another one for each micro-batch: primes keep the seeds of a step apart.
         seed = (self.seed * 1_000_003 + action.micro_batch * 7_919) % 2**63
         returned, values = self.executor.run(stage_graph, self.step, batch, received=received, shapes=shapes, seed=seed)
-        if is_new:
+        if is_new:  # only after the run, which finds the shapes of what this stage makes
             self._send_shapes(stage_graph, shapes)
         for transfer in stage_graph.sends:
             self._send(values[transfer.value], transfer, action)
@@ -254,7 +264,7 @@ class StepRun:
                 self.returned[action.micro_batch] = returned
             else:
                 loss = self.read_loss(action.micro_batch, returned)
-        if self.read_loss is not None:
+        if self.read_loss is not None:  # an evaluation has no backward that would free these
             outputs = {sent.value: values[sent.value] for sent in stage_graph.sends if sent.differentiable}
             self._in_flight[action.stage, action.micro_batch] = inputs, outputs, loss
         return start
@@ -267,8 +277,9 @@ class StepRun:
         batch = self.batches[micro_batch]
         if not self.executor.shares_ranks:
             return batch, self.tensors[micro_batch]
-        own = map_tensors(batch, Tensor.clone if self.executor.writes_batch else lambda tensor: tensor)
-        return own, list(tensors_in(own))
+        # Containers are new in any case; tensors are copied only if the step was seen to write to them.
+        stage_batch = map_tensors(batch, Tensor.clone if self.executor.writes_batch else lambda tensor: tensor)
+        return stage_batch, list(tensors_in(stage_batch))
 
     def _open_inputs(
         self, action: Action, stage_graph: StageGraph, tensors: list[Tensor]
@@ -280,7 +291,7 @@ class StepRun:
             self._received_from(transfer.source, action)
             received[transfer.value] = tensor
             if transfer.differentiable and self.read_loss is not None:
-                tensor.requires_grad_()
+                tensor.requires_grad_()  # a leaf, whose `.grad` is what goes back to the sender
                 inputs.append((transfer, tensor))
                 if transfer.value in stage_graph.cloned:
                     received[transfer.value] = tensor.clone()  # a leaf must not be written in place
@@ -290,6 +301,7 @@ class StepRun:
         """Return the shapes that earlier stages know for a batch with a new signature."""
         shapes: Shapes = [None] * len(self.executor.graph.values)
         if stage_graph.index > 0:
+            # From the stage before, also for values of earlier ones: each stage adds its shapes and passes all on.
             source = self.executor.stage_graphs[stage_graph.index - 1].rank
             what = _description(action, stage_graph.index - 1)
             header = self.channel.receive_header(source=source, tag=stage_graph.index, what=what)
@@ -312,8 +324,9 @@ class StepRun:
             gradient = pending.open_gradient(_description(action, transfer.destination))
             self._received_from(transfer.destination, action)
             if gradient is not None:
-                known = gradients.get(transfer.value)
-                gradients[transfer.value] = gradient if known is None else known + gradient
+                # Not in place: from a stage on this rank it is the `.grad` of that stage's input.
+                partial_sum = gradients.get(transfer.value)
+                gradients[transfer.value] = gradient if partial_sum is None else partial_sum + gradient
         start = perf_counter()
         roots: list[Tensor] = [] if loss is None else [loss]
         root_gradients: list[Tensor | None] = [None] * len(roots)
@@ -321,12 +334,14 @@ class StepRun:
             if outputs[value].requires_grad:  # unless it was detached for this batch alone
                 roots.append(outputs[value])
                 root_gradients.append(gradient)
+        # One backward for all outputs: a second one would find the part of the graph that they share freed.
         if roots:
             torch.autograd.backward(roots, root_gradients)
         for transfer, tensor in inputs:
             to, tag = self.executor.stage_graphs[transfer.source].rank, self._tag(transfer, BACKWARD)
             user = Action(BACKWARD, transfer.source, action.micro_batch)
             lane = lane_of(self.executor, transfer, BACKWARD)
+            # A missing gradient is sent too, as the other stage has posted a receive for it.
             self.channel.send_gradient(tensor.grad, of=tensor, to=to, tag=tag, user=user, lane=lane)
         return start
 
@@ -343,9 +358,10 @@ def lane_of(executor: StageExecutor, transfer: Transfer, kind: str) -> Lane:
 def lanes_of(executor: StageExecutor) -> set[Lane]:
     """Return the lanes between different ranks of a training step."""
     transfers = [transfer for stage_graph in executor.stage_graphs for transfer in stage_graph.sends]
-    found = {lane_of(executor, transfer, FORWARD) for transfer in transfers}
-    found |= {lane_of(executor, transfer, BACKWARD) for transfer in transfers if transfer.differentiable}
-    return {lane for lane in found if lane.ranks[0] != lane.ranks[1]}
+    lanes = {lane_of(executor, transfer, FORWARD) for transfer in transfers}
+    lanes |= {lane_of(executor, transfer, BACKWARD) for transfer in transfers if transfer.differentiable}
+    # Within a rank tensors are passed on without a message, and a group of one rank twice cannot be made.
+    return {lane for lane in lanes if lane.ranks[0] != lane.ranks[1]}
 
 
 def _description(action: Action, other: int) -> str:

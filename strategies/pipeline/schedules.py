@@ -55,20 +55,21 @@ class Schedule:
 
     def in_flight(self, num_micro_batches: int) -> list[int]:
         """Return for each stage the most micro-batches that are between its forward and its backward."""
-        found = [0] * self.num_stages
+        highest = [0] * self.num_stages
         for rank in range(self.num_ranks):
             present = [0] * self.num_stages
             for action in self.actions(rank, num_micro_batches):
                 present[action.stage] += 1 if action.kind == FORWARD else -1
-                found[action.stage] = max(found[action.stage], present[action.stage])
-        return found
+                highest[action.stage] = max(highest[action.stage], present[action.stage])
+        return highest
 
     def bubble(self, num_micro_batches: int) -> float:
         """Return the idle share with equal stages: `(p - 1) / (m * stages_per_rank + p - 1)` with p ranks.
 
         With `max_in_flight` it is that of a simulation in which a backward takes twice as long as a forward.
         """
-        num_micro_batches = max(num_micro_batches, 1)
+        num_micro_batches = max(num_micro_batches, 1)  # with none on one rank it would divide by zero
+        # `interleaved_1f1b` does not follow `max_in_flight`: the strategy refuses a limit below what it needs.
         if self.max_in_flight is None or self.stages_per_rank > 1:
             return (self.num_ranks - 1) / (num_micro_batches * self.stages_per_rank + self.num_ranks - 1)
         actions = [self.actions(rank, num_micro_batches) for rank in range(self.num_ranks)]
@@ -80,6 +81,7 @@ class Schedule:
 
 def most_in_flight(num_ranks: int, stages_per_rank: int) -> int:
     """Return the most micro-batches that a rank has in flight with `interleaved_1f1b`."""
+    # The warm-up of the first rank, and the forward that follows it before the first backward.
     return (num_ranks - 1) * 2 + (stages_per_rank - 1) * num_ranks + 1
 
 
@@ -92,8 +94,10 @@ def gpipe(rank: int, num_ranks: int, num_micro_batches: int, *, max_in_flight: i
         rank 1  .. F0 F1 F2 F3 .. .. .. B0 B0 B1 B1 B2 B2 B3 B3 .. ..
         rank 2  .. .. F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3 .. .. .. ..
     """
-    del num_ranks
+    del num_ranks  # the parameters are those of `one_f_one_b`, which is called in the same way
     group_size = max_in_flight or max(num_micro_batches, 1)
+    # Groups begin and end at the same micro-batches on all ranks: otherwise one could wait for a forward of the next
+    # group on a rank that first needs a backward of this one.
     for first in range(0, num_micro_batches, group_size):
         group = range(first, min(first + group_size, num_micro_batches))
         for kind in (FORWARD, BACKWARD):
@@ -116,9 +120,10 @@ def one_f_one_b(
         rank 1  .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
         rank 2  .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
     """
-    limit, behind = max_in_flight or num_ranks, num_ranks - rank - 1
-    ahead = min(max(limit - num_ranks, 0), behind)
-    warm_up = min(behind + ahead, num_micro_batches, limit - 1)
+    limit, later_ranks = max_in_flight or num_ranks, num_ranks - rank - 1
+    ahead = min(max(limit - num_ranks, 0), later_ranks)
+    # One less than the limit, as the steady state begins with another forward.
+    warm_up = min(later_ranks + ahead, num_micro_batches, limit - 1)
     forwards = (Action(FORWARD, rank, index) for index in range(num_micro_batches))
     backwards = (Action(BACKWARD, rank, index) for index in range(num_micro_batches))
     yield from _one_forward_one_backward(forwards, backwards, warm_up=warm_up)
@@ -136,13 +141,14 @@ def interleaved_one_f_one_b(
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 ... 2B2 ... 2B3 0B2 0B3
         rank 1  ... 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 ...
     """
+    # The order is defined for whole groups; the micro-batches that fill up the last one are left out below.
     padded = -(-num_micro_batches // num_ranks) * num_ranks
     total = padded * stages_per_rank
     warm_up = min((num_ranks - rank - 1) * 2 + (stages_per_rank - 1) * num_ranks, total)
     forwards = _grouped(FORWARD, range(rank, num_ranks * stages_per_rank, num_ranks), padded, num_ranks)
     backwards = _grouped(BACKWARD, range(rank, num_ranks * stages_per_rank, num_ranks)[::-1], padded, num_ranks)
     for action in _one_forward_one_backward(forwards, backwards, warm_up=warm_up):
-        # Whole groups cannot deadlock, and neither can they without some actions.
+        # The order of whole groups cannot deadlock, and neither can it without the actions of some micro-batches.
         if action.micro_batch < num_micro_batches:
             yield action
 
@@ -175,6 +181,8 @@ def simulate(
     `actions` has one list for each rank; `costs` has the time of ("F" or "B", stage), and `message` is that of a
     message between two stages. Raises ValueError for a schedule that deadlocks.
     """
+    # Each pass takes every rank as far as it can go; the order of ranks does not change the times, which depend only on
+    # prerequisites and on the order within a rank.
     spans: list[list[Span]] = [[] for _ in actions]
     ends: dict[Action, float] = {}
     remaining = sum(len(rank_actions) for rank_actions in actions)
@@ -193,8 +201,8 @@ def simulate(
                 remaining -= 1
                 progress = True
         if not progress:
-            left = [todo[len(done)] for done, todo in zip(spans, actions, strict=True) if len(done) < len(todo)]
-            raise ValueError(f"the schedule deadlocks at the {' and the '.join(action.place() for action in left)}")
+            blocked = [todo[len(done)] for done, todo in zip(spans, actions, strict=True) if len(done) < len(todo)]
+            raise ValueError(f"the schedule deadlocks at the {' and the '.join(action.place() for action in blocked)}")
     return spans
 
 
@@ -204,7 +212,7 @@ def prerequisites(action: Action, num_stages: int) -> list[Action]:
     if action.kind == FORWARD and action.stage > 0:
         needs.append(Action(FORWARD, action.stage - 1, action.micro_batch))
     if action.kind == BACKWARD:
-        needs.append(Action(FORWARD, action.stage, action.micro_batch))
+        needs.append(Action(FORWARD, action.stage, action.micro_batch))  # whose saved tensors it uses
         if action.stage < num_stages - 1:
             needs.append(Action(BACKWARD, action.stage + 1, action.micro_batch))
     return needs
@@ -224,5 +232,5 @@ def _one_forward_one_backward(
         yield next(forwards)
     for forward in forwards:
         yield forward
-        yield next(backwards)
+        yield next(backwards)  # cannot be exhausted: there are as many backwards as forwards
     yield from backwards

@@ -54,29 +54,34 @@ class StageGraph:
 
 def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: Sequence[int]) -> list[StageGraph]:
     """Return the stages with these bounds, on these ranks."""
-    found: list[StageGraph] = []
+    stages: list[StageGraph] = []
     writers: dict[int, tuple[int, bool]] = {}  # the last stage that wrote each value, and true if gradients flow back
     returned = _returned_local_values(graph)
     for index, (start, stop) in enumerate(bounds):
-        own = graph.nodes[start:stop]
+        nodes = graph.nodes[start:stop]
+        # Code of the step may branch on what these return, so that every later stage runs them again.
         reading = [node for node in graph.nodes[:start] if node.reads and not node.is_batch_only]
-        needed = dict.fromkeys(value for node in [*reading, *own] for value in node.inputs)
+        needed = dict.fromkeys(value for node in [*reading, *nodes] for value in node.inputs)
         receives = [
             Transfer(value, writers[value][0], index, writers[value][1])
             for value in needed
             if value in writers and not graph.values[value].local
         ]
+        # Numbers go from stage to stage, not from where they are made: each stage adds those of its nodes.
         if graph.numbers is not None and any(node.sends_numbers for node in graph.nodes[:start]):
             receives.append(Transfer(graph.numbers, index - 1, index, False))
         for transfer in receives:
-            found[transfer.source].sends.append(transfer)
-        for node in own:
+            stages[transfer.source].sends.append(transfer)
+        # Only now: a value that this stage writes comes from the stage that wrote it before.
+        for node in nodes:
             writers |= {output.value: (index, output.requires_grad) for output in node.outputs}
-        written = {value for node in own for value in node.written}
+        written = {value for node in nodes for value in node.written}
         received = {transfer.value for transfer in receives}
-        unwritten = received - written
-        given = {node.index: [value for value in node.inputs[: node.num_given] if value in unwritten] for node in own}
-        found.append(
+        unwritten = received - written  # a call may get a clone of the others, whose identity says nothing
+        arguments = {
+            node.index: [value for value in node.inputs[: node.num_given] if value in unwritten] for node in nodes
+        }
+        stages.append(
             StageGraph(
                 index,
                 start,
@@ -87,11 +92,11 @@ def stage_graphs(graph: TracedGraph, bounds: Sequence[tuple[int, int]], ranks: S
                 receives,
                 [],
                 frozenset(received & written),
-                {node: values for node, values in given.items() if values},
+                {node: values for node, values in arguments.items() if values},
                 dict(_made_by(graph.nodes[:stop], start, returned)),
             )
         )
-    return found
+    return stages
 
 
 def _returned_local_values(graph: TracedGraph) -> set[int]:
@@ -137,26 +142,26 @@ class Placement:
 
     def shared_by(self) -> dict[tuple[int, ...], list[str]]:
         """Return the parameters that several ranks use, by the ranks."""
-        found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        shared: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name, ranks in self.holders.items():
             if name in self.used and len(ranks) > 1:
-                found[ranks].append(name)
-        return dict(found)
+                shared[ranks].append(name)
+        return dict(shared)
 
 
 def transferred_bytes(
     steps: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int, num_micro_batches: int
 ) -> dict[tuple[int, int], int]:
     """Return the bytes of activations and their gradients from each rank to another, with one batch of each step."""
-    found: dict[tuple[int, int], int] = defaultdict(int)
+    sizes: dict[tuple[int, int], int] = defaultdict(int)
     for graph, partition in steps:
         bounds = partition.bounds(len(graph.nodes))
         ranks = [index % num_ranks for index in range(len(bounds))]
-        for transfer in (each for stage in stage_graphs(graph, bounds, ranks) for each in stage.sends):
+        for transfer in (send for stage in stage_graphs(graph, bounds, ranks) for send in stage.sends):
             both_ways = 1 + transfer.differentiable
             size = graph.values[transfer.value].num_bytes * num_micro_batches * both_ways
-            found[ranks[transfer.source], ranks[transfer.destination]] += size
-    return found
+            sizes[ranks[transfer.source], ranks[transfer.destination]] += size
+    return sizes
 
 
 def place_parameters(task: nn.Module, steps: Sequence[tuple[TracedGraph, Partition]], *, num_ranks: int) -> Placement:
@@ -168,22 +173,25 @@ def place_parameters(task: nn.Module, steps: Sequence[tuple[TracedGraph, Partiti
         for node in graph.nodes:
             rank = partition.stage_of(node.index) % num_ranks
             for name in node.tensor_names:
+                # A node of the batch alone runs in every stage, which saves its messages.
                 ranks[name].update(everywhere if node.is_batch_only else (rank,))
             used.update(node.parameters)
     written = frozenset().union(*(graph.written for graph, _ in steps))
+    # Sorted, as the order of a set differs from process to process, and collectives follow the order of `holders`.
     names = dict.fromkeys([*named_state(task), *sorted(written)])
     return Placement({name: tuple(sorted(ranks[name])) or everywhere for name in names}, frozenset(used))
 
 
 def owners(steps: Sequence[tuple[TracedGraph, Partition]]) -> dict[str, int]:
     """Return the stage that writes each attribute or replaced buffer last; the last stage for a cache."""
-    found: dict[str, int] = {}
+    last_writers: dict[str, int] = {}
     for graph, partition in steps:
-        found.update({name: found.get(name, len(partition.cuts)) for name in graph.replaced})
+        # The last stage has run all of the step, and so has the cache that any call has filled.
+        last_writers.update({name: last_writers.get(name, len(partition.cuts)) for name in graph.replaced})
         for node in graph.nodes:
             stages = {name: partition.stage_of(node.index) for name in node.written_buffers}
-            found.update({name: stage for name, stage in stages.items() if name in graph.replaced})
-    return found
+            last_writers.update({name: stage for name, stage in stages.items() if name in graph.replaced})
+    return last_writers
 
 
 def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, device: torch.device) -> None:
@@ -209,12 +217,13 @@ def stage_bounds(
         if not node.tensor_names or node.is_batch_only:
             continue
         held = [placement.holders[name] for name in node.tensor_names if name in placement.holders]
-        able = set(range(num_ranks)).intersection(*held)
+        able = set(range(num_ranks)).intersection(*held)  # all ranks for a node whose tensors only this step uses
         if not able:
             raise UserError(
                 f"{node} uses parameters of different stages: {', '.join(node.tensor_names)}. Call the same modules as "
                 "training_step, so that the parameters of each node are in one stage."
             )
+        # A stage goes on for as long as its rank can run the nodes: each change costs a message.
         if ranks and ranks[-1] not in able:
             cuts.append(node.index)
         if not ranks or ranks[-1] not in able:
@@ -229,6 +238,7 @@ def stage_bounds(
     return list(pairwise([*cuts, len(graph.nodes)])), ranks or [0]
 
 
+# The second name is that of torch's MultiheadAttention and Transformer, which have no public one.
 RESETS = ("reset_parameters", "_reset_parameters")
 
 
@@ -246,6 +256,7 @@ def materialize(
     the values of one process. Tensors not kept have one element in memory. Raises UserError for a module without
     `reset_parameters`.
     """
+    # By identity, since modules may share a tensor under several names.
     missing = {id(tensor): name for name, tensor in named_state(task).items() if tensor.is_meta}
     device = torch.device(device)
     devices = [device] if device.type == "cuda" else []
@@ -253,6 +264,7 @@ def materialize(
     for prefix, module in reversed(list(task.named_modules())):
         owned = (*module._parameters.values(), *module._buffers.values())
         direct = [tensor for tensor in owned if tensor is not None and id(tensor) in missing]
+        # A container may reset its children, so it does that if any of them is kept.
         reached = direct or named_state(module).values()
         if not any(id(tensor) in missing and keep(missing[id(tensor)]) for tensor in reached):
             continue
@@ -265,10 +277,13 @@ def materialize(
                     "its parameters and buffers in place, or build the task outside of torch.device('meta')."
                 )
             continue
+        # Those that are not kept as well: a reset draws for all, and what is kept must get the same numbers everywhere.
         for tensor in direct:
             if tensor.is_meta:
                 _replace_content(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+        # A hash that is the same in all processes, unlike `hash`; 7 bytes fit into the seeds of torch.
         digest = hashlib.blake2b(f"{seed}/{prefix}".encode(), digest_size=7).digest()
+        # Stages reset different modules, and their generators must go on from the same state.
         with torch.random.fork_rng(devices=devices), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "big"))
             reset()
@@ -281,8 +296,10 @@ def _replace_content(tensor: Tensor, content: Tensor) -> None:
     """Replace the contents and the device of a tensor; it stays the same object, which an optimizer may have."""
     if isinstance(tensor, nn.Parameter):
         content = nn.Parameter(content, requires_grad=tensor.requires_grad)
+    # A meta tensor's `.data` accepts no contents of another device.
     torch.utils.swap_tensors(tensor, content)
 
 
 def _one_element(tensor: Tensor, device: torch.device) -> Tensor:
+    # Strides of 0: all elements are the same one in memory.
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)

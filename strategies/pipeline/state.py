@@ -66,8 +66,8 @@ class PipelineState:
         self.optimizer_shards = optimizer_shards
         self._names, self._registered = _canonical_names(task), set(named_state(task))
         if has_meta(task):
-            seed = torch.tensor([torch.initial_seed() % 2**62])
-            # Replicas train together, but evaluate separately.
+            seed = torch.tensor([torch.initial_seed() % 2**62])  # seeds have 64 bits without a sign, which int64 lacks
+            # Replicas train together, but evaluate separately: then the others are not here.
             dist.broadcast(seed, group=None if optimizers else group, group_src=0)
             materialize(task, seed=int(seed), device=device, keep=self._is_held)
         keep_local_parameters(task, placement, rank=self._stage, device=device)
@@ -78,6 +78,7 @@ class PipelineState:
         for optimizer, saved in self._waiting_optimizers:
             self.load_optimizer(task, optimizer, saved)
         self._waiting_task, self._waiting_optimizers = None, []
+        # Last, as what is above writes to the tensors of other stages too.
         self._places = {
             name: f"stage {ranks[0]}, and this is stage {self._stage}" for name, ranks in placement.holders.items()
         }
@@ -111,28 +112,31 @@ class PipelineState:
         if self._placement is None:
             return state
         names = self._names
-        for key, own in list(state.items()):
+        # Every stage has all keys in the same order: messages between two stages have no names.
+        for key, local_value in list(state.items()):
             source = self._placement.holders[names[key]][0] if key in names else self._source_of_extra_state(key)
-            state[key] = self._sent_to_first(own, source=source)
+            state[key] = self._sent_to_first(local_value, source=source)
         return state
 
-    def _sent_to_first(self, own: Any, *, source: int) -> Any:
-        """Return on the first stage the tensor or object of stage `source`, and on others the own. Collective."""
+    def _sent_to_first(self, local_value: Any, *, source: int) -> Any:
+        """Return the tensor or object of stage `source` on the first stage, `local_value` on others. Collective."""
+        # Point to point: in a broadcast every stage would need the memory of every tensor.
         if source == 0 or self._stage not in (0, source):
-            return own
-        if not isinstance(own, Tensor):
-            box = [own]
+            return local_value
+        if not isinstance(local_value, Tensor):
+            box = [local_value]
             if self._stage == source:
                 dist.send_object_list(box, group=self._group, group_dst=0)
             else:
                 dist.recv_object_list(box, group=self._group, group_src=source)
             return box[0]
         if self._stage == source:
-            dist.send(own.detach().cpu().contiguous(), group=self._group, group_dst=0)
-            return own
-        whole = torch.empty(own.shape, dtype=own.dtype)
-        dist.recv(whole, group=self._group, group_src=source)
-        return whole
+            # In host memory, as the group is one of gloo; the first stage's GPU need not hold the task, either.
+            dist.send(local_value.detach().cpu().contiguous(), group=self._group, group_dst=0)
+            return local_value
+        received = torch.empty(local_value.shape, dtype=local_value.dtype)
+        dist.recv(received, group=self._group, group_src=source)
+        return received
 
     @contextmanager
     def whole_on_first(self, task: nn.Module, device: torch.device) -> Iterator[None]:
@@ -141,24 +145,26 @@ class PipelineState:
         Collective over the stages, where it begins.
         """
         assert self._placement is not None
-        before: list[tuple[Tensor, Tensor]] = []
+        contents: list[tuple[Tensor, Tensor]] = []
         for name, ranks in self._placement.holders.items():
             table, key = place_of(task, name)
-            own: Any = table.get(key)
+            local_value: Any = table.get(key)
             if name in self._registered:
-                found = self._sent_to_first(own, source=ranks[0])
-                if self._stage == 0 and all(tensor is not own for tensor, _ in before):
-                    before.append((own, own.data))
-                    own.data = found.detach().to(device, copy=True)
+                received = self._sent_to_first(local_value, source=ranks[0])
+                # Not twice for a tensor with two names: the copy would be kept as its content.
+                if self._stage == 0 and all(tensor is not local_value for tensor, _ in contents):
+                    contents.append((local_value, local_value.data))
+                    # The object stays, with its hooks and gradient; a copy, as the step may write to it.
+                    local_value.data = received.detach().to(device, copy=True)
                 continue
-            sent = pickled(own, task) if self._stage == ranks[0] and key in table else None
+            sent = pickled(local_value, task) if self._stage == ranks[0] and key in table else None
             box = self._sent_to_first(sent, source=ranks[0])
             if self._stage == 0 and ranks[0] != 0 and box is not None:
                 table[key] = unpickled(box, task)
         try:
             yield
         finally:
-            for tensor, content in before:
+            for tensor, content in contents:
                 tensor.data = content
 
     def _source_of_extra_state(self, key: str) -> int:
@@ -171,6 +177,7 @@ class PipelineState:
         """Load this stage's part of a whole state dict."""
         with self.absent.readable():
             current = task.state_dict()
+        # Meta tensors could not take the values: these wait until `keep_local` has created the ones of this stage.
         if set(current) != set(saved) or (self._placement is None and not has_meta(task)):
             task.load_state_dict(in_memory(saved))  # raises with the names that differ
             return
@@ -178,7 +185,7 @@ class PipelineState:
             self._waiting_task = saved
             return
         names = self._names
-        with torch.no_grad():
+        with torch.no_grad():  # parameters are leaves, which a graph must not see written
             for key, tensor in current.items():
                 if key in names and self._is_held(names[key]):
                     tensor.copy_(in_memory(saved[key]))
@@ -189,7 +196,7 @@ class PipelineState:
     def make_whole(self, task: nn.Module) -> None:
         """Gather every parameter and buffer, complete in host memory on every stage. Collective over stages."""
         if self._placement is not None:
-            self.absent.clear()
+            self.absent.clear()  # for good: after a run every rank has the whole task
             self._gather_everywhere(task, torch.device("cpu"))
 
     @contextmanager
@@ -203,7 +210,7 @@ class PipelineState:
             contents = [(table, key, table[key], table[key].data) for table, key in places.values()]
             if self._placement is not None:
                 self._gather_everywhere(task, device)
-            outline = _outline(task)
+            outline = _outline(task)  # after the gathering, which may replace buffers
             try:
                 yield
                 differing = sorted(name for name, _ in outline.items() ^ _outline(task).items())
@@ -217,18 +224,19 @@ class PipelineState:
             finally:
                 for name, (table, key, tensor, content) in zip(places, contents, strict=True):
                     if self._placement is not None and not self._is_held(name):
-                        table[key], tensor.data = tensor, content
+                        table[key], tensor.data = tensor, content  # the absent object, with its single element
 
     def _gather_everywhere(self, task: nn.Module, device: torch.device) -> None:
         """Give every stage all parameters and buffers on the device, and the attributes. Collective over stages."""
         assert self._placement is not None
-        seen = set()
+        seen = set()  # tensors by identity
         for name, ranks in self._placement.holders.items():
             table, key = place_of(task, name)
             if name not in self._registered:
                 self._share_attribute(task, table, key, source=ranks[0])
                 continue
             tensor = table[key]
+            # All stages take part for every name, in the order of `holders`, or they would wait for each other forever.
             content = torch.empty(tensor.shape, dtype=tensor.dtype)
             if self._is_held(name):
                 content = tensor.detach().cpu().contiguous()
@@ -241,6 +249,7 @@ class PipelineState:
 
     def _share_attribute(self, task: nn.Module, table: Table, key: str, *, source: int) -> None:
         """Give every stage the attribute of one of them. Collective over stages."""
+        # `None` for what cannot be pickled, such as a lock: then each stage keeps its value.
         box = [pickled(table[key], task) if self._stage == source and key in table else None]
         dist.broadcast_object_list(box, group=self._group, group_src=source)
         if self._stage != source and box[0] is not None:
@@ -257,7 +266,7 @@ class PipelineState:
         state: dict[str, Any] = optimizer.state_dict()
         if (divided := self.optimizer_shards) is not None:
             state["state"] = _joined(divided.gather(state["state"]))
-            if divided.mesh.replica:
+            if divided.mesh.replica:  # the first replica has all of its stages' state now
                 return state
         parts: list[Any] = [None] * self._group.size()
         dist.gather_object(state["state"], parts if self._stage == 0 else None, group=self._group, group_dst=0)
@@ -273,6 +282,7 @@ class PipelineState:
         states = saved["state"]
         if self._placement is not None:
             names = _parameter_names(task, optimizer)
+            # The rest stays on the disk: `in_memory` below reads only what this rank updates.
             states = {index: state for index, state in states.items() if self._is_updated(names[index])}
         saved = in_memory({**saved, "state": states})
         # The kernels are those of this run, not those that were saved.
@@ -292,7 +302,7 @@ class PipelineState:
                 continue
             state = optimizer.state[parameter]
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0:  # step counts stay where they are
+                if isinstance(value, Tensor) and value.dim() > 0:  # torch keeps counts of steps in host memory
                     state[key] = torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
 
     # ---- Shards
@@ -309,30 +319,32 @@ class PipelineState:
             return None
         shards: dict[str, TensorShard] = {}
 
-        def placeholder(place: str, value: Any, owner: str, *, writes: bool) -> Any:
-            if not isinstance(value, Tensor) or (value.dim() == 0 and not place.startswith("task.")):
-                return value  # a count of steps
+        def placeholder(entry: str, value: Any, owner: str, *, writes: bool) -> Any:
+            if not isinstance(value, Tensor) or (value.dim() == 0 and not entry.startswith("task.")):
+                return value  # a count of steps; a scalar of the task may be known to one stage only
+            # Shared and unused parameters are on several stages, of which the first writes them.
             if writes and placement.counted(owner, self._stage):
-                shards[place] = TensorShard(place, value.detach().contiguous().view(-1), 0, value.numel())
-            return shard_placeholder(place, torch.empty(value.shape, dtype=value.dtype, device="meta"))
+                shards[entry] = TensorShard(entry, value.detach().contiguous().view(-1), 0, value.numel())
+            return shard_placeholder(entry, torch.empty(value.shape, dtype=value.dtype, device="meta"))
 
         optimizer_states = []
         for number, optimizer in enumerate(optimizers):
-            names, whole = _parameter_names(task, optimizer), optimizer.state_dict()
+            names, optimizer_state = _parameter_names(task, optimizer), optimizer.state_dict()
             divided = self.optimizer_shards is not None
-            own = {
+            local_state = {
                 index: {
                     key: placeholder(f"optimizer_{number}.{index}.{key}", value, names[index], writes=writes or divided)
                     for key, value in state.items()
                 }
-                for index, state in whole["state"].items()
+                for index, state in optimizer_state["state"].items()
             }
-            optimizer_states.append({**whole, "state": _joined(all_gather(own))})
+            optimizer_states.append({**optimizer_state, "state": _joined(all_gather(local_state))})
         with self.absent.readable():
             task_state: dict[str, Any] = task.state_dict()
         extra = {key: value for key, value in task_state.items() if key.endswith(EXTRA_STATE)}
-        of_stages = all_gather(extra)
-        task_state.update({key: of_stages[self._source_of_extra_state(key)][key] for key in extra})
+        # Stages come first in what `all_gather` returns, so that a stage is an index.
+        extra_of_ranks = all_gather(extra)
+        task_state.update({key: extra_of_ranks[self._source_of_extra_state(key)][key] for key in extra})
         for key, name in self._names.items():
             task_state[key] = placeholder(f"task.{name}", task_state[key], name, writes=writes)
         return ShardedState(task_state, optimizer_states, list(shards.values()))
@@ -341,6 +353,7 @@ class PipelineState:
 def _send_from_first(tensors: Sequence[Tensor], mesh: PipelineMesh) -> None:
     """Give every rank the contents of the first one. Collective over all ranks."""
     on_host = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    # First along the first stages, which can then send to the other stages of their replicas.
     if mesh.stage == 0:
         broadcast(on_host, mesh.replica_group)
     broadcast(on_host, mesh.stage_group)
@@ -356,17 +369,19 @@ def _outline(task: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
 
 def _joined(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
     """Return the states of all stages or replicas by parameter; where several have one, that of the first."""
+    # Sorted, as one process saves it; reversed, so that the first one's overwrites the others.
     return dict(sorted({index: state for part in reversed(parts) for index, state in part.items()}.items()))
 
 
 def _canonical_names(task: nn.Module) -> dict[str, str]:
     """Return for each key of the state dict the first name of the parameter or buffer there."""
     first = {id(tensor): name for name, tensor in named_state(task).items()}
-    state = task.state_dict(keep_vars=True)
+    state = task.state_dict(keep_vars=True)  # the tensors themselves: by default those are detached, with other ids
     return {key: first[id(tensor)] for key, tensor in state.items() if id(tensor) in first}
 
 
 def _parameter_names(task: nn.Module, optimizer: Optimizer) -> list[str]:
     """Return the names of an optimizer's parameters, by their index in its state dict."""
+    # A state dict numbers parameters through all groups, in this order.
     names = {id(parameter): name for name, parameter in task.named_parameters()}
     return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

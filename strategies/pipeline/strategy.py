@@ -108,7 +108,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     """
 
-    supports_module_hooks = False
+    supports_module_hooks = False  # each stage runs a part of the modules
     initializes_modules = True
     runtime: PipelineRuntime  # from `setup` on
 
@@ -143,7 +143,7 @@ class PipelineStrategy(MultiProcessStrategy):
             broadcast_buffers=broadcast_buffers,
         )
         for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # `True` is an int
                 raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
         if not isinstance(shard_optimizer, bool):
             raise UserError(f"shard_optimizer must be true or false, got {shard_optimizer!r}.")
@@ -195,17 +195,18 @@ class PipelineStrategy(MultiProcessStrategy):
         super().setup(precision)
         self.staged_model.dtype = precision.compute_type
         self.mesh.join(timeout=timedelta(seconds=self.ranks.timeout_seconds))
-        self._of_all_ranks = self.comm
+        self._of_all_ranks = self.comm  # the collectives below are made of it, again when ranks are placed otherwise
         self._take_place()
 
     def _take_place(self) -> None:
         """Take this rank's place in the mesh, with nothing partitioned."""
         mesh = self.mesh
         self.comm = PipelineCollectives(self._of_all_ranks, mesh, step=lambda: self._steps)
+        # A single rank has no failure store, and nobody reads its errors in the one that is made here.
         errors = PipelineErrors(
             self.comm.failure_store or FailureStore(mesh.stage_group, token="pipeline"),
             name=f"stage {mesh.stage} of replica {mesh.replica}",
-            step=lambda: max(self._steps - 1, 0),
+            step=lambda: max(self._steps - 1, 0),  # messages count steps from 0, and some errors come before the first
         )
         self.runtime = PipelineRuntime(mesh, device=self.device, errors=errors)
         self.staged_model.clear()
@@ -218,20 +219,22 @@ class PipelineStrategy(MultiProcessStrategy):
 
         Returns True if ranks have moved. Collective. The main rank plans the first batch of `source`.
         """
-        mesh, before, placed = self.mesh, saved.get("grid"), self.mesh.placed
+        mesh, saved_grid, placed = self.mesh, saved.get("grid"), self.mesh.placed
+        # Every rank has the same `saved` and knows the same hosts, so that all of them come to the collectives here.
         if mesh.placement == "auto" and mesh.has_choice:
-            placed = mesh.placement_of(before) or self._cheaper_placement(task, source)
+            placed = mesh.placement_of(saved_grid) or self._cheaper_placement(task, source)
         moves = placed != mesh.placed
         if moves:
             mesh.place(placed)
             self._take_place()
-        has_same_shape = before is not None and list(map(len, before)) == [mesh.stages] * mesh.replicas
-        if has_same_shape and before != mesh.grid and self.comm.is_main:
+        # With another number of stages or replicas random numbers are others in any case.
+        has_same_shape = saved_grid is not None and list(map(len, saved_grid)) == [mesh.stages] * mesh.replicas
+        if has_same_shape and saved_grid != mesh.grid and self.comm.is_main:
             logger.warning(
                 "ranks are placed as %s, but were %s in the run that is resumed: random numbers continue from new "
                 "seeds. Resume on the same hosts%s to repeat them.",
                 mesh.grid,
-                before,
+                saved_grid,
                 "" if mesh.placement == "auto" else " and set strategy.placement=auto",
             )
         return moves
@@ -251,15 +254,17 @@ class PipelineStrategy(MultiProcessStrategy):
         return self.mesh.grid
 
     def publish_failure(self, why: str) -> None:
-        if hasattr(self, "runtime"):
+        if hasattr(self, "runtime"):  # an error may come before `setup` has made it
             self.runtime.errors.publish(why)
 
     def teardown(self) -> None:
+        # Reducers first: they use the process groups that `leave` destroys.
         for gradients in self._gradients.values():
             gradients.close()
         self._gradients, self._begun = {}, None
         self.end_phases()
         self.staged_model.clear()
+        # While an exception ends this rank, others may wait in the groups, and destroying one could block.
         self.mesh.leave(destroy=sys.exc_info()[1] is None)
         super().teardown()
 
@@ -285,10 +290,12 @@ class PipelineStrategy(MultiProcessStrategy):
         check_same_model(tensors_of(task), self._all_ranks)  # or the broadcasts below could crash or hang
         if self.mesh.stages > 1:
             references_to(task, list(task.parameters()), moved="which lies on one stage only")
+        # In host memory, as a device may not have room for the whole task. By `.data`, as optimizers have the objects.
         everything = [tensor for tensor in named_state(task).values() if not tensor.is_meta]
         for tensor in everything:
             tensor.data = tensor.data.cpu()
         self._all_trained = self._trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+        # First to the other replicas, then in each of them to the other stages.
         if self.mesh.stage == 0:
             broadcast(everything, self.comm.group)
         broadcast(everything, self.mesh.stage_group)
@@ -313,12 +320,14 @@ class PipelineStrategy(MultiProcessStrategy):
                 f"{type(phase_optimizer.optimizer).__name__} evaluates with other weights than it trains, of which "
                 "shard_optimizer=true gives each replica a part. Set strategy.shard_optimizer=false."
             )
+        # Gradients that overflow on one stage make all of them skip the step.
         phase_optimizer.max_over_ranks = self.mesh.max_over_stages
         self._phase_optimizers[phase_optimizer.phase] = phase_optimizer
 
     def _check_separable(self, phase_optimizer: PhaseOptimizer) -> None:
         """Raise UserError if the optimizer or its present hooks use several parameters together, which ranks divide."""
         hooks = step_hooks(phase_optimizer.optimizer)
+        # Asked before every step, as hooks may come during the run; steps are tried only when the hooks are others.
         if self.comm.num_processes == 1 or self._tried_hooks.get(phase_optimizer.phase) == hooks:
             return
         self._tried_hooks[phase_optimizer.phase] = hooks
@@ -334,9 +343,10 @@ class PipelineStrategy(MultiProcessStrategy):
         first = next(batches, None)
         if first is None:
             return
-        self._begun = chain([first], batches)
+        self._begun = chain([first], batches)  # a stream cannot be read twice, and the first batch is trained on too
         begin_training(task)
         batch = first.micro_batches[0].batch if first.micro_batches else None
+        # A replica may have no samples of a short batch; all ranks know that, so that all join the exchange.
         traced = self._move_for_evaluation(batch if first.is_even else self._batch_of_any_rank(batch))
         with self.runtime.errors.published():
             self._partition(task, traced, len(first.micro_batches))
@@ -348,12 +358,16 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _partition(self, task: TaskModule, batch: Any, num_micro_batches: int) -> None:
         """Partition the task by its training steps, and keep the local part on the device. Collective."""
-        phase, step_name = self._phase, self._step_name
+        phase, step_name = self._phase, self._step_name  # tracing begins and ends the phases of the task
+        # Before the partition drops most of the task. One rank decides for all: free memory differs, and to verify is
+        # collective.
         fits = self.comm.broadcast_object(fits_in_memory(task, self.device))
         placement = self._partition_by(task, self._training_steps(task), batch, num_micro_batches, all_replicas=True)
+        # Each micro-batch would read what the one before has left: results would depend on their number.
         carried = [name for executor in self.staged_model.steps.values() for name in executor.graph.handed_on]
         if carried and self.num_micro_batches > 1:
             raise UserError(shared_by_micro_batches(type(self).__name__, task, carried[0]))
+        # Collective: every rank has the same phases in the same order.
         self._gradients = {
             name: StageGradients(
                 task,
@@ -369,6 +383,7 @@ class PipelineStrategy(MultiProcessStrategy):
             lanes = set().union(*(lanes_of(executor) for executor in self.staged_model.steps.values()))
             self.runtime.connect(self.mesh.lane_groups(lanes, backend=backend))
         if self.broadcast_buffers:
+            # Replicas have equal buffers of this stage; the others are placeholders here.
             self._buffers = MergedBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
         verify = int(fits) if self.verify == "auto" else 0 if self.verify == "off" else int(self.verify)
         self._to_verify = dict.fromkeys(self.staged_model.steps, verify)
@@ -379,6 +394,7 @@ class PipelineStrategy(MultiProcessStrategy):
         """Return the backend of groups between stages; `None` if messages go through host memory. Collective."""
         if self.device.type != "cuda":
             return None
+        # By UUID: each process may see its GPU as cuda:0, and NCCL refuses two ranks on one.
         devices = self.comm.all_gather_object(str(torch.cuda.get_device_properties(self.device).uuid))
         asked = self.ranks.backend
         return lane_backend(dist.get_backend_config(self._all_ranks) if asked == "auto" else asked, devices)
@@ -416,7 +432,7 @@ class PipelineStrategy(MultiProcessStrategy):
         optimizers = [phase_optimizer.optimizer for phase_optimizer in self._phase_optimizers.values()]
         optimizer_shards = None
         if self.shard_optimizer and optimizers:
-            trained = {id(one) for phase in self._phase_optimizers.values() for one in phase.parameters}
+            trained = {id(item) for phase in self._phase_optimizers.values() for item in phase.parameters}
             held = {
                 name: parameter
                 for name, parameter in task.named_parameters()
@@ -432,7 +448,7 @@ class PipelineStrategy(MultiProcessStrategy):
             optimizer_shards=optimizer_shards,
             replaced=self.staged_model.replaced,
         )
-        mesh.sync_rng()
+        mesh.sync_rng()  # one stage has traced, and each has made its parameters: they may have drawn different numbers
         self.plan_report = report = self.staged_model.report(
             task, steps, training, mesh, broadcast_buffers=self.broadcast_buffers
         )
@@ -469,6 +485,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
         """Restrict the next `forward_backward` to the parameters of a phase and its method `step_name`."""
+        # By identity: `in` with tensors would compare their elements.
         trained = {id(parameter) for parameter in phase_optimizer.parameters}
         for parameter in self._all_trained:
             parameter.requires_grad_(id(parameter) in trained)
@@ -478,6 +495,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def end_phases(self) -> None:
         """Make every parameter that some phase trains require a gradient again."""
+        # Only after a phase: what the user has frozen since the last step must stay so.
         for parameter in self._all_trained if self._phase else ():
             parameter.requires_grad_(True)
         self._trained, self._phase, self._step_name = self._all_trained, "", "training_step"
@@ -500,7 +518,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         batches = [micro_batch.batch for micro_batch in batch.micro_batches]
-        if self.staged_model.placement is None:
+        if self.staged_model.placement is None:  # the caller has not called `prepare_steps`
             self._partition(task, batches[0] if batches else None, len(batches))
         self._begin_buffers()
         executor = self.staged_model.training_step(task, self._phase, self._step_name)
@@ -515,14 +533,16 @@ class PipelineStrategy(MultiProcessStrategy):
             )
             loss = output.loss
             assert loss is not None
-            output.loss = loss.detach()
+            output.loss = loss.detach()  # or the graph of every micro-batch would live until the end of the step
             outputs[index] = output
             return self.precision.scale(loss * loss_weight(output, micro_batch, batch))
 
         self.precision.scale(torch.zeros((), device=self.device))  # on every stage the scaler must have seen a loss
         gradients = self._gradients[self._phase]
+        # The user may freeze and unfreeze parameters between steps; phases set what they train themselves.
         if gradients.follow_trained() and not self._phase:
-            self._all_trained = self._trained = [each for each in task.parameters() if each.requires_grad]
+            self._all_trained = self._trained = [item for item in task.parameters() if item.requires_grad]
+        # Those of every rank: from the message of another one follows what it has received.
         actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
         with self.state.absent.readable():
             verification = self._verification(task, executor, step, batches, read_loss)
@@ -535,14 +555,16 @@ class PipelineStrategy(MultiProcessStrategy):
         if check is not None:
             check.finish()
         self.state.hide_assigned()
-        if not actions[self.mesh.stage]:
+        if not actions[self.mesh.stage]:  # or the other replicas would wait in their reduction forever
             gradients.reduce_zeros()
+        # From here on every stage needs the outputs: for logs, and for the weights that gradients are divided by.
         ordered = [outputs[index] for index in sorted(outputs)]
         shared = self.runtime.broadcast_outputs(ordered, executor, key)
-        gradients.sum_shared()
+        gradients.sum_shared()  # after the sums over replicas, which have ended with the last backward
         if verification is not None:
             assert self.staged_model.placement is not None
             verification.finish(self.staged_model.placement, self.comm, name=self.rank_name(self.comm.process))
+        # After the verification, whose step in one process is not divided by the sum of weights.
         self._normalize_gradients(shared, batch)
         if self.mesh.replicas > 1:
             self._synchronize_buffers()
@@ -555,11 +577,12 @@ class PipelineStrategy(MultiProcessStrategy):
         key = step_key(self._phase, self._step_name)
         if not self._to_verify[key]:
             return None
-        self._to_verify[key] -= 1
+        self._to_verify[key] -= 1  # on every rank, as what follows is collective
 
-        def run(whole: StageExecutor) -> None:
+        def run(whole_executor: StageExecutor) -> None:
+            # Copies, as the step may write to its batch, which the pipeline needs afterwards.
             actions, copies = [Schedule("1f1b", 1).actions(0, len(batches))], [copy_batch(batch) for batch in batches]
-            self.runtime.train(whole, step, copies, actions=actions, read_loss=read_loss)
+            self.runtime.train(whole_executor, step, copies, actions=actions, read_loss=read_loss)
 
         verification = Verification(task, executor, self.mesh, step=self._steps)
         verification.run_in_one_process(run, self.state, self._gradients[self._phase])
@@ -595,7 +618,7 @@ class PipelineStrategy(MultiProcessStrategy):
             return super().predict(task, micro_batch)
         with self.runtime.errors.published():
             executor, returned = self._forward(task, "predict_step", micro_batch)
-            box = returned or [None]
+            box = returned or [None]  # predictions may be any object, so they are pickled
             source = executor.stage_graphs[-1].rank
             dist.broadcast_object_list(box, group=self.mesh.stage_group, group_src=source)
             return box[0]
@@ -605,6 +628,7 @@ class PipelineStrategy(MultiProcessStrategy):
         model, mesh = self.staged_model, self.mesh
         step = in_precision(self.precision, getattr(task, step_name))
         batch = self._move_for_evaluation(micro_batch.batch)
+        # In training mode the step makes other calls, such as those of dropout: it is another graph.
         key = f"{step_name} in training mode" if task.training else step_name
         if key not in model.steps:  # by this replica alone, as replicas have unequal numbers of batches
             if model.placement is None:
@@ -614,7 +638,7 @@ class PipelineStrategy(MultiProcessStrategy):
                     model.add_step(key, task, step, batch, mesh=mesh, device=self.device)
         executor = model.steps[key]
         returned = self.runtime.forward(executor, step, batch)
-        self.state.hide_assigned()
+        self.state.hide_assigned()  # a callback must not read what the step has left of other stages
         return executor, returned
 
     @property
@@ -623,7 +647,7 @@ class PipelineStrategy(MultiProcessStrategy):
         return bool(self._phase_optimizers) and self.staged_model.placement is None
 
     def _move_for_evaluation(self, batch: Any) -> Any:
-        if self._evaluates_whole:
+        if self._evaluates_whole:  # the task is still in host memory
             return to_device(batch, torch.device("cpu"), dtype=self.precision.batch_type)
         return super()._move_for_evaluation(batch)
 
@@ -642,6 +666,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
         Ranks started by another launcher (torchrun) all have the whole task afterwards, in host memory.
         """
+        # The caller goes on in this process, and may use the whole task.
         if self._environment is None:
             self.state.make_whole(task)
             return None
@@ -649,6 +674,7 @@ class PipelineStrategy(MultiProcessStrategy):
         return weights if self.comm.is_main else None
 
     def state_dict(self, task: TaskModule) -> dict[str, Any]:
+        # The replicas are equal: only the first one gathers its stages.
         if self.comm.rank == 0:
             return self.state.gather_task(task)
         with self.state.absent.readable():
@@ -664,10 +690,12 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
         """Return the parameters of this stage, and its buffers that are made equal, by name."""
+        # Parameters of other stages are placeholders, which have nothing to compare.
         held, tensors = self.local_state(task), super().replicated(task)
-        return {n: each for n, each in tensors.items() if n in held or not isinstance(each, nn.Parameter)}
+        return {name: item for name, item in tensors.items() if name in held or not isinstance(item, nn.Parameter)}
 
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
+        # With shards of the optimizer every replica has a part, so that all of them join.
         if self.staged_model.placement is None or (self.comm.rank != 0 and self.state.optimizer_shards is None):
             return super().optimizer_state_dict(task, phase_optimizer)
         return self.state.gather_optimizer(phase_optimizer.optimizer)
@@ -681,8 +709,9 @@ class PipelineStrategy(MultiProcessStrategy):
         optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
 
         def all_gather(value: Any) -> list[Any]:
-            of_ranks, own = self.comm.all_gather_object(value), self.mesh.grid[self.mesh.replica]
-            return [of_ranks[rank] for rank in dict.fromkeys([*own, *range(len(of_ranks))])]
+            # First this replica's stages, in their order; then all the others, each rank once.
+            values, replica_ranks = self.comm.all_gather_object(value), self.mesh.grid[self.mesh.replica]
+            return [values[rank] for rank in dict.fromkeys([*replica_ranks, *range(len(values))])]
 
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=all_gather)
 
@@ -705,12 +734,12 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
         """Return the mean waiting time of this stage since `start_overlap_profile`; other messages are hidden."""
-        before, after, self._waited_before = self._waited_before, self.waited_seconds, None
+        start, end, self._waited_before = self._waited_before, self.waited_seconds, None
         if self.comm.num_processes == 1:
             return NO_COMMUNICATION
-        if before is None or after is None or not steps:
+        if start is None or end is None or not steps:
             return None
-        return Overlap((after - before) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
+        return Overlap((end - start) / steps, steps=steps, note="messages and the schedule's bubble, on this stage")
 
     def preview(self, task: TaskModule, source: StageData, *, precision: Precision) -> str:
         """Return the number of stages for training on `source`, their table and a drawing; the task stays whole.
@@ -726,7 +755,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _plan_alone(self, task: TaskModule, source: StageData) -> PlanReport:
         """Return the plan for training on `source`, without other ranks; the task stays whole."""
-        alone: Strategy = self
+        alone: Strategy = self  # whose type allows other collectives: those of a process that reads one replica's shard
         comm, alone.comm = self.comm, Collectives(world_size=self.mesh.replicas)
         self.precision.prepare(task)
         self._all_trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
@@ -744,14 +773,14 @@ class PipelineStrategy(MultiProcessStrategy):
             begin_training(task)
             self.staged_model.plan = self.staged_model.make_plan(task, steps, batch, self.device, training)
             return self.staged_model.report(task, steps, training, self.mesh, broadcast_buffers=self.broadcast_buffers)
-        finally:
+        finally:  # training makes its own optimizers, and ranks go on with their collectives
             self.end_phases()
             self._phase_optimizers = {}
             self.comm = comm
 
 
 def _check_in_flight(schedule: str, limit: int, *, needed: int) -> None:
-    """Raise UserError for a limit of micro-batches that is no number, or with which the schedule cannot be run."""
+    """Raise UserError for a limit of micro-batches that is not a number, or with which the schedule cannot be run."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise UserError(f"max_in_flight must be a whole number, at least 1, or null, got {limit!r}.")
     if schedule == "interleaved_1f1b" and limit < needed:

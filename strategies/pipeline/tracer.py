@@ -79,6 +79,7 @@ def trace(
     using one is an error. `changed` are the names of the state that other steps change. `rates` are those of the device
     that trains: every stage computes what depends on the batch alone if it is cheap there.
     """
+    # All modules, not the leaf modules alone: the costs and callees inside a module decide where it is expanded.
     interceptor = ModuleInterceptor(task, [name for name, _ in task.named_modules() if name])
 
     def record(tracer: Tracer, *, counts_saved: bool) -> Any:
@@ -88,7 +89,8 @@ def trace(
         with watched, interceptor.installed():
             with interceptor.handled_by(tracer), tracer.counter, saved, tracer:
                 result = step(tracer.batch)
-            check_classes(numbers, class_numbers(task))  # some are set on the classes of the watch
+            # Before the classes are swapped back: `type(self).x = ...` in a step sets a number on a swapped class.
+            check_classes(numbers, class_numbers(task))
         return result
 
     def run(*, counts_saved: bool = True, calls_hooks: bool = True, is_repeated: bool = False) -> TraceResult:
@@ -103,36 +105,38 @@ def trace(
             calls_hooks=calls_hooks,
         )
         fakes = fake_tensors(task) if fake else nullcontext()
-        with preserve_task(task), fakes, preserve_state(task, preceding, batch) as before:
-            tracer = make(copy_batch(batch), before=before)
+        # The state is read inside of `fakes`: the tracer knows tensors by identity, and the step meets the fakes.
+        with preserve_task(task), fakes, preserve_state(task, preceding, batch) as state_before:
+            tracer = make(copy_batch(batch), before=state_before)
             result = record(tracer, counts_saved=counts_saved)
-            again: Tracer | None = None
+            second_tracer: Tracer | None = None
             if tracer.changes_attributes() or is_repeated:
-                with preserve_state(task) as between:
-                    again = make(copy_batch(batch), before=between)
-                    record(again, counts_saved=counts_saved)
-                    tracer.changed_again, tracer.used_again = again.changed(), again.used()
-                    tracer.hazards.mutated_again = again.hazards.mutations()
-            found = tracer.finish(result)
-            if again is not None and is_repeated:
-                again.compare(tracer, found)
-            return found
+                # On the state that the first run left: a cache is filled once, a counter changes in every step.
+                with preserve_state(task) as state_between:
+                    second_tracer = make(copy_batch(batch), before=state_between)
+                    record(second_tracer, counts_saved=counts_saved)
+                    tracer.changed_again, tracer.used_again = second_tracer.changed(), second_tracer.used()
+                    tracer.hazards.mutated_again = second_tracer.hazards.mutations()
+            trace_result = tracer.finish(result)
+            if second_tracer is not None and is_repeated:
+                second_tracer.compare(tracer, trace_result)
+            return trace_result
 
     is_survey = not leaf_modules
     try:
-        found = run(is_repeated=not is_survey)
+        trace_result = run(is_repeated=not is_survey)
     except RuntimeError as error:
+        # Transforms of torch.func do not work in hooks on saved tensors. Torch has no class for that error.
         if "support saved tensor hooks" not in str(error):
             raise
-        # Transforms of torch.func do not work in hooks on saved tensors.
-        found = run(is_repeated=not is_survey, counts_saved=False)
-    if found.has_hooks:  # a stage that skips a module calls its hooks only if the step would fail without
+        trace_result = run(is_repeated=not is_survey, counts_saved=False)
+    if trace_result.has_hooks:  # a stage that skips a module calls its hooks only if the step would fail without
         try:
-            without = run(counts_saved=False, calls_hooks=False).graph
-            found.graph.hooks_capture = _inputs(without) != _inputs(found.graph)
-        except Exception:
-            found.graph.hooks_capture = True
-    return found
+            graph_without_hooks = run(counts_saved=False, calls_hooks=False).graph
+            trace_result.graph.hooks_capture = _inputs(graph_without_hooks) != _inputs(trace_result.graph)
+        except Exception:  # of any type: the step's own code misses what the hooks keep for it
+            trace_result.graph.hooks_capture = True
+    return trace_result
 
 
 def _inputs(graph: TracedGraph) -> list[tuple[str, tuple[int, ...]]]:
@@ -212,6 +216,8 @@ class Tracer(TracingMode):
         super().__init__()
         self.batch = batch
         self._before, self._changed_elsewhere, self._rates = before, changed, rates
+        # Tensors are known by identity, as they have no names. `before` keeps those of the task alive, also if the step
+        # replaces them: the id of a freed one would come back with another tensor.
         self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in left_behind}
         self._calls_hooks = calls_hooks
         self._hooks_before = {name: _hooks(module) for name, module in task.named_modules()}
@@ -220,7 +226,7 @@ class Tracer(TracingMode):
         self.counter = FlopCounter()
         self._leaf_modules, self._task = leaf_modules, task
         named = task.named_parameters(), task.named_buffers()
-        self._parameters, self._buffers = ({id(tensor): name for name, tensor in each} for each in named)
+        self._parameters, self._buffers = ({id(tensor): name for name, tensor in items} for items in named)
         self.watch = AttributeWatch(task, self._position)
         self.changed_again, self.used_again = set[str](), set[str]()
         """Attributes that a second run of the step writes, and whose tensors of before it uses."""
@@ -234,6 +240,7 @@ class Tracer(TracingMode):
         self._hook_calls, self._unsendable = list[Node](), list[Node]()  # the latter read state, but return no numbers
         self.hazards = Hazards({self._random_state()})
         self.counter.before_write = self._before_write
+        # All parameters below a leaf module, used or not: for another batch its forward may take another branch.
         self._leaf_tensors = {
             name: ([id(parameter) for parameter in module.parameters()], list(module.buffers()))
             for name, module in task.named_modules()
@@ -243,8 +250,9 @@ class Tracer(TracingMode):
         self._values: list[Value] = []
         self._value_of: dict[int, int] = {}
         self._kept: list[Tensor] = []  # ids stay unique only while the tensors live
+        # Weak, or the trace would keep every temporary of every module. An id may come back: compare the tensor too.
         self._made_inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._views: dict[int, list[int]] = {}
+        self._views: dict[int, list[int]] = {}  # by address, as arrays and detached tensors share memory too
         self._written_alias_sets: list[tuple[list[int], int]] = []
         self._num_codes = 0  # of all numbers that leaf modules returned
         self._constraints: list[CutConstraint] = []
@@ -252,7 +260,7 @@ class Tracer(TracingMode):
         self._node: Node | None = None
         self._in_call = False  # of torch, which the trace has seen
         self._unknown: dict[int, tuple[Tensor, Node]] = {}  # tensors that were there before, and others
-        self._left_behind: list[weakref.ref[Tensor]] = []
+        self._left_behind: list[weakref.ref[Tensor]] = []  # those that caches still hold in the second run are alive
         self._hidden: dict[int, _HiddenResult] = {}
         self._hidden_uses: list[tuple[Node, _HiddenResult]] = []
         self.counter.after_operation = self._after_operation
@@ -274,7 +282,7 @@ class Tracer(TracingMode):
         statistics = self._module_calls.setdefault(name, ModuleCall())
         self._module_calls[self._path[-1]].callees.add(name)
         statistics.num_calls += 1
-        before = replace(self.counter.total)
+        cost_before = replace(self.counter.total)  # a copy, as the counter adds in place
         self._path.append(name)
         module = self._task.get_submodule(name)
         if hooks := _hooks(module):
@@ -289,7 +297,7 @@ class Tracer(TracingMode):
             return call(*args, **kwargs)
         finally:
             self._path.pop()
-            self._add_since(before, statistics.cost)
+            self._add_since(cost_before, statistics.cost)
 
     def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque call as one node."""
@@ -308,12 +316,15 @@ class Tracer(TracingMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
+        # Who asks for a length that depends on elements may branch on it, so its module is kept whole. Torch's own
+        # code asks for lengths too, which is no branch of the step.
         if self._node is None and self._shaped and function_name(func) in _SIZES and id(args[0]) in self._shaped:
             caller: FrameType | None = sys._getframe(1)
             while caller is not None and caller.f_code.co_filename in _METHODS:  # `len` comes through Python code
                 caller = caller.f_back
             if caller is not None and not caller.f_code.co_filename.startswith(_TORCH):
                 self._sized.add(self._path[-1])
+        # Torch's own Python code reads it too, and is let through.
         reads_graph = self._node is None and result is not None and function_name(func) == "grad_fn"
         if reads_graph and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             raise UserError(
@@ -332,6 +343,7 @@ class Tracer(TracingMode):
             for tensor in tensors(result):
                 self._made_inside[id(tensor)] = (weakref.ref(tensor), self._node.index)
             return result
+        # No public function tells whether a transform is active. Inside one, tensors are wrappers of which no stage knows the values.
         if torch._C._are_functorch_transforms_active():
             raise UserError(
                 f"the step calls `{name}` (at {caller_location()}) inside a transform of torch.func other than vmap, "
@@ -354,51 +366,55 @@ class Tracer(TracingMode):
         is_leaf_module: bool = False,
         is_opaque: bool = False,
     ) -> Any:
-        given = tensors((args, kwargs))
+        argument_tensors = tensors((args, kwargs))
+        # The last entry is the leaf module itself, and the one before it has the code that calls it.
         path, is_opaque = self._path[-2 if is_leaf_module else -1], is_opaque or is_leaf_module
         node = Node(len(self._nodes), name, is_leaf_module, path, caller_location(), is_opaque)
         parameters, buffers = self._leaf_tensors[name] if is_leaf_module else ([], [])
         self._locate_in_checkpoint(node)
         node.parameters = tuple(self._parameters[key] for key in parameters)
         node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
-        watched = [*given, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
+        # An autograd Function has no buffers of its own, but its code may write to any.
+        watched = [*argument_tensors, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [_version(tensor) for tensor in watched]
-        needed = [tensor.requires_grad for tensor in given]
+        gradient_flags = [tensor.requires_grad for tensor in argument_tensors]
+        # To read Python's and numpy's states copies their tables, so not for torch functions, which never draw there.
         state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
-        before, num_shaped = replace(self.counter.total), self.counter.num_shaped
-        for tensor in given:
+        cost_before, num_shaped = replace(self.counter.total), self.counter.num_shaped
+        for tensor in argument_tensors:
             self._use(node, tensor)
-        node.num_given = len(node.inputs)
-        arguments = outline((args, kwargs)) if is_opaque else None
+        node.num_given = len(node.inputs)  # before the call, in which an opaque node uses more tensors
+        outline_before = outline((args, kwargs)) if is_opaque else None
         if name in SIDE_EFFECTS:
             self._hook_calls.append(node)
-        elif name == "data=":
-            self._before_write(given[0])
+        elif name == "data=":  # makes no operation that the counter could see
+            self._before_write(argument_tensors[0])
         if is_opaque:
             self._node = node
         self._in_call = True
         try:
             result = call(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # if the step does not catch it, the trace ends here, and the refusal is not read
             self.hazards.refuse(f"{node} raises {type(error).__name__}, which the step catches.", path)
             raise
         finally:
             self._node, self._in_call = None, False
-        if name == "__iter__":
+        if name == "__iter__":  # an iterator can be read once, and the step reads it too
             result = list(result)
         made = tensors(result)
-        if not (given or made or is_opaque):
+        if not (argument_tensors or made or is_opaque):
             return result  # such as `torch.is_grad_enabled()`: not a node
-        self._add_since(before, node.cost)
+        self._add_since(cost_before, node.cost)
         after = self._random_state()
         node.is_random = state != after
-        self._note_hazards(node, given, arguments != (outline((args, kwargs)) if is_opaque else None))
+        self._note_hazards(node, argument_tensors, outline_before != (outline((args, kwargs)) if is_opaque else None))
         self.hazards.check_seed(node, state, after)
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
-        changed = [tensor for tensor, before in zip(given, needed, strict=True) if tensor.requires_grad != before]
-        self._complete(node, result, written, changed)
-        lengths = {self._shaped[id(tensor)] for tensor in given if id(tensor) in self._shaped}
+        switched = [t for t, flag in zip(argument_tensors, gradient_flags, strict=True) if t.requires_grad != flag]
+        self._complete(node, result, written, switched)
+        # What has the length of an argument whose length depends on elements is taken to depend on them too.
+        lengths = {self._shaped[id(tensor)] for tensor in argument_tensors if id(tensor) in self._shaped}
         for tensor in made:
             if tensor.dim() and (self.counter.num_shaped != num_shaped or len(tensor) in lengths) and not is_opaque:
                 self._shaped[id(tensor)] = len(tensor)

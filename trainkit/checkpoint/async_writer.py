@@ -38,14 +38,16 @@ class AsyncWriter:
         Waits for an earlier save. `then` is called in the background thread; its errors are the save's.
         """
         self.wait()
+        # After the wait: the copies' memory is that of the earlier save, which may still be written.
         copied = self._snapshot.take(payload)
-        labels["metrics"] = dict(labels.get("metrics", {}))
+        labels["metrics"] = dict(labels.get("metrics", {}))  # the caller may change its dict
 
         def write() -> CheckpointEntry:
             try:
                 entry = self._store.save(copied, **labels)
                 if then is not None:
                     then(entry)
+            # Logged at once: the next call that would raise it may come many steps later, or never.
             except BaseException as error:
                 logger.error("checkpoint '%s' was not saved: %s", labels["name"], error)
                 raise
@@ -94,12 +96,13 @@ class CpuSnapshot:
     def reserve(self, payload: dict[str, Any]) -> Callable[[], None]:
         """Allocate memory for a copy of the payload; the returned function touches it and may run in any thread."""
         buffers: dict[str, Tensor] = {}
-        known: set[tuple[object, ...]] = set()
+        copied_keys: set[tuple[object, ...]] = set()
 
-        def allocate(tensor: Tensor, place: str) -> Tensor:
-            if tensor.layout is torch.strided and storage_key(tensor) not in known:
-                known.add(storage_key(tensor))
-                buffers[place] = self._buffer(tensor, place)
+        def allocate(tensor: Tensor, path: str) -> Tensor:
+            # Tensors that share their bytes share a copy, in `take` too.
+            if tensor.layout is torch.strided and storage_key(tensor) not in copied_keys:
+                copied_keys.add(storage_key(tensor))
+                buffers[path] = self._buffer(tensor, path)
             return tensor
 
         PayloadVisitor(allocate).convert(payload)
@@ -107,7 +110,7 @@ class CpuSnapshot:
 
         def touch() -> None:
             for buffer in buffers.values():
-                buffer.zero_()
+                buffer.zero_()  # touched, so that the system gives the pages
 
         return touch
 
@@ -117,26 +120,29 @@ class CpuSnapshot:
         copies: dict[tuple[object, ...], Tensor] = {}
         devices: set[torch.device] = set()
 
-        def copy(tensor: Tensor, place: str) -> Tensor:
+        def copy(tensor: Tensor, path: str) -> Tensor:
             if tensor.layout is not torch.strided:
+                # Sparse tensors cannot be copied into a buffer of another number of elements.
                 return tensor.cpu() if tensor.is_cuda else tensor.clone()
             key = storage_key(tensor)
             if key not in copies:
-                buffer = self._buffer(tensor, place)
+                buffer = self._buffer(tensor, path)
+                # All copies of a device are in its queue at once, and waited for below.
                 buffer.copy_(tensor, non_blocking=True)
                 devices.add(tensor.device)
-                used[place] = copies[key] = buffer
+                used[path] = copies[key] = buffer
             return copies[key]
 
         copied: dict[str, Any] = PayloadVisitor(copy).convert(payload)
         for device in devices:
             if device.type == "cuda":
+                # Before the caller changes its tensors, and before the thread reads the copies.
                 torch.cuda.synchronize(device)
-        self._buffers = used
+        self._buffers = used  # frees those of tensors that the payload no longer has
         return copied
 
-    def _buffer(self, tensor: Tensor, place: str) -> Tensor:
-        buffer = self._buffers.get(place)
+    def _buffer(self, tensor: Tensor, path: str) -> Tensor:
+        buffer = self._buffers.get(path)
         if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
             return buffer
         # Pinned memory takes copies from the device at full speed, all of them at once.

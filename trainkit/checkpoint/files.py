@@ -30,11 +30,11 @@ T = TypeVar("T")
 ALGORITHMS = ("sha256", "blake2b")
 PART = ".part"
 
-_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)  # of this process, and of the system
 _BLOCK_BYTES = 1 << 20  # read and hashed at once
 _SLICE_BYTES = 4 << 20  # of a large tensor: the hashing thread starts before all of it is written
-_WAIT_SECONDS = 60.0
-_POLL_SECONDS = 0.05
+_WAIT_SECONDS = 60.0  # for another writer
+_POLL_SECONDS = 0.05  # between two tries to get a lock
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +111,14 @@ def write_payload(part: Path, payload: dict[str, Any]) -> FileDigest:
                     torch.save(payload, buffered)
             finally:
                 file.end()  # or the hashing thread would wait without end
+            # `torch.save` has seen no error, so the disk's is raised here.
             if file.error is not None:
                 raise file.error
             # Once, while the rest is hashed: a sync makes writers wait, and where memory is as quick as the disk,
             # syncing in between makes a save take half as long again.
             sync(raw.fileno())
         finally:
+            # Also after an error: the thread reads the file, which the caller removes.
             wait([hashing])
         return hashing.result()
 
@@ -127,11 +129,14 @@ def open_new(path: Path) -> int:
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # which follows no link
         except FileExistsError:
+            # Left by a kill, or put there. O_EXCL refuses what another process makes in between, and the loop tries
+            # again.
             path.unlink(missing_ok=True)
 
 
 def open_to_append(path: Path) -> int:
     """Return a descriptor that appends to a file; raises OSError if it is a link."""
+    # A link would have the run write to a file elsewhere.
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
@@ -166,7 +171,9 @@ def write_text(path: Path, text: str) -> None:
 
 def move(part: Path, path: Path) -> None:
     """Give a file that is on the disk its final name; after the call the name is on the disk too."""
+    # Atomic in one folder: a reader sees the old file or the new one, never a part.
     os.replace(part, path)
+    # A name is in its folder: without this a power cut could bring the old file back.
     sync_folder(path.parent)
 
 
@@ -236,6 +243,7 @@ class HashedFile(RawIOBase):
     def write(self, content: Buffer) -> int:
         """Write all of the bytes, or keep the error."""
         view = memoryview(content).cast("B")
+        # Bytes after a failed write would leave a gap: they are dropped, and the caller raises the error.
         if self.error is not None:
             return len(view)
         try:
@@ -262,8 +270,10 @@ class HashedFile(RawIOBase):
             ended = False
             while not ended:
                 with self._changed:
+                    # A block at a time: waking up for each small write would cost more than hashing it.
                     self._changed.wait_for(lambda: self._ended or self._size >= hasher.size + _BLOCK_BYTES)
                     ended = self._ended
+                # Outside the lock, so that the writer never waits for the hash.
                 hasher.read(file)
         return hasher.digest()
 
@@ -279,6 +289,7 @@ def start_thread(work: Callable[[], T], *, name: str = "checkpoint") -> Future[T
     def run() -> None:
         try:
             future.set_result(work())
+        # BaseException: a SystemExit in the thread would leave whoever waits for the future waiting forever.
         except BaseException as error:
             future.set_exception(error)
 
@@ -320,10 +331,11 @@ def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
     except Timeout:
         raise
     except OSError as error:
+        # The file system has locks: without one, two writers could meet.
         if error.errno in _NO_DESCRIPTORS:
             raise
         with suppress(OSError):
-            path.unlink()
+            path.unlink()  # the empty file that the attempt has made
         yield error
         return
     try:
@@ -361,10 +373,12 @@ def _warn_once(path: Path, why: str) -> None:
 
 def _new_hash(algorithm: str) -> Any:
     if algorithm == "blake2b":
-        return hashlib.blake2b(digest_size=32)
+        return hashlib.blake2b(digest_size=32)  # as long as SHA-256's
+    # Python on a FIPS system refuses some hashes for security, which these are not for.
     return hashlib.new(algorithm, usedforsecurity=False)
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
     while len(view):
+        # A nearly full disk or a signal may make a write take a part of the bytes.
         view = view[os.write(descriptor, view) :]

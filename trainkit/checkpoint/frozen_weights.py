@@ -23,6 +23,7 @@ def frozen_names(task: nn.Module) -> frozenset[str]:
 
 def without(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return a state dict without some entries, with the versions of its modules."""
+    # copy.copy keeps `_metadata`, torch's attribute for the versions of modules; dict() would lose it.
     left = copy.copy(state)
     for name in names:
         left.pop(name, None)
@@ -31,13 +32,14 @@ def without(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 def record_of(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return what a checkpoint keeps of the frozen parameters in a complete state."""
+    # Sorted, since the hash depends on the order; the record keeps that order for the check.
     dtypes = {name: state[name].dtype for name in sorted(names)}
     return {"dtypes": dtypes, "digest": _digest(state, dtypes)}
 
 
-def completed(saved: dict[str, Any], record: Mapping[str, Any] | None, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved weights with the task's own in place of those that a checkpoint is without."""
-    return saved if record is None else {**{name: own.get(name) for name in record["dtypes"]}, **saved}
+def completed(saved: dict[str, Any], record: Mapping[str, Any] | None, task_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved weights, with those of the task for the parameters that a checkpoint is without."""
+    return saved if record is None else {**{name: task_state.get(name) for name in record["dtypes"]}, **saved}
 
 
 def check_frozen(record: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
@@ -55,6 +57,7 @@ def _digest(state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> s
     """Return the hash of tensors, each in the dtype that it was saved in."""
     digest = hashlib.sha256(usedforsecurity=False)
     for name, dtype in dtypes.items():
+        # In the saved dtype: a run in another precision holds the same weights.
         tensor = state[name].detach().to("cpu", dtype).contiguous()
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -39,26 +39,29 @@ def unlike(own: Any, saved: Any, place: str, *, required: Set[str] = REQUIRED) -
             return
         for index, value in enumerate(own):
             yield from unlike(value, saved[index], f"{place}[{index}]", required=required)
+    # The last key decides: of `optimizer.param_groups[0].betas[1]` it is `betas`.
     elif not _fits(own, saved, place.rpartition(".")[2].partition("[")[0]):
         yield f"{place} is {_shown(saved)}, and {_shown(own)} in this run"
 
 
-def _fits(own: Any, saved: Any, key: str) -> bool:
+def _fits(expected: Any, saved: Any, key: str) -> bool:
     if key in _RATES:
-        own, saved = (
-            value.item() if isinstance(value, Tensor) and not value.dim() else value for value in (own, saved)
+        expected, saved = (
+            value.item() if isinstance(value, Tensor) and not value.dim() else value for value in (expected, saved)
         )
-    if own is None:
+    # It may have been set since the run began, such as the best value of a callback.
+    if expected is None:
         return saved is None or isinstance(saved, (str, bool)) or _is_number(saved)
-    if isinstance(own, Tensor):
+    if isinstance(expected, Tensor):
         is_tensor = isinstance(saved, (Tensor, StoredTensor))
-        return is_tensor and saved.dtype == own.dtype and saved.shape == own.shape
-    if isinstance(own, (bool, str)) or (key in _COUNTS and type(saved) is not type(own)):
-        return type(saved) is type(own)
-    if not isinstance(own, (int, float)):
+        return is_tensor and saved.dtype == expected.dtype and saved.shape == expected.shape
+    if isinstance(expected, (bool, str)) or (key in _COUNTS and type(saved) is not type(expected)):
+        return type(saved) is type(expected)
+    if not isinstance(expected, (int, float)):
         return True
-    least = 0 if key in _NOT_NEGATIVE or (isinstance(own, int) and own >= 0) else -math.inf
-    return _is_number(saved) and (not math.isfinite(own) or least <= saved < math.inf)
+    # A number that is not negative in a new run may be a count, and must not become negative.
+    least = 0 if key in _NOT_NEGATIVE or (isinstance(expected, int) and expected >= 0) else -math.inf
+    return _is_number(saved) and (not math.isfinite(expected) or least <= saved < math.inf)
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ def buffer_shapes(task: nn.Module) -> dict[str, torch.Size | None]:
     return {
         f"{prefix}.{name}" if prefix else name: None if tensor is None or is_lazy(tensor) else tensor.shape
         for prefix, module in task.named_modules(remove_duplicate=False)
+        # Private: `named_buffers` leaves out a buffer that is None.
         for name, tensor in module._buffers.items()
     }
 
@@ -36,16 +37,18 @@ def resize_buffers(task: nn.Module, saved: Mapping[str, Any], names: Iterable[st
     for name in names:
         prefix, _, key = name.rpartition(".")
         module, shape = modules.get(prefix), getattr(saved.get(name), "shape", None)
+        # The name is a parameter's, or another attribute's: `check_state_dict` refuses it.
         if module is None or (key not in module._buffers and hasattr(module, key)):
             continue
-        own = module._buffers.get(key)
+        buffer = module._buffers.get(key)
         if shape is None:
             if name not in saved and key in module._buffers:
+                # Private, since `register_buffer` would also change whether the buffer is persistent.
                 module._buffers[key] = None
-        elif own is None:
+        elif buffer is None:
             module._buffers[key] = torch.zeros(shape, dtype=saved[name].dtype, device=device)
-        elif not is_lazy(own) and own.shape != shape:
-            own.data = own.new_zeros(shape)  # the same object, which others may refer to
+        elif not is_lazy(buffer) and buffer.shape != shape:
+            buffer.data = buffer.new_zeros(shape)  # the same object, which others may refer to
 
 
 def without_custom_loading(task: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +56,7 @@ def without_custom_loading(task: nn.Module, state: Mapping[str, Any]) -> dict[st
 
     Other modules load in their own way: by `_load_from_state_dict` or a hook.
     """
+    # Private: torch has no public question for whether a module loads in its own way.
     prefixes = tuple(
         f"{prefix}." if prefix else "" for prefix, module in task.named_modules(remove_duplicate=False)
         if module._load_state_dict_pre_hooks

@@ -58,8 +58,9 @@ _COUNTERS: dict[str, type | tuple[type, ...]] = {
     "evaluation_due": bool,
 }
 
-_NOT_FINITE = ("nan", "inf", "-inf")
+_NOT_FINITE = ("nan", "inf", "-inf")  # as text, in a manifest
 _SHARD = re.compile(r"[.]?[A-Za-z0-9_][A-Za-z0-9_.]*")  # the name of its file
+# Exact types: a subclass may carry code or attributes that reading would not bring back.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _MAPPINGS: tuple[type, ...] = (dict, OrderedDict, Counter)
@@ -107,7 +108,8 @@ def plain(payload: dict[str, Any]) -> dict[str, Any]:
     """
     copies: dict[tuple[object, ...], Tensor] = {}
 
-    def own_bytes(tensor: Tensor, place: str) -> Tensor:
+    def own_bytes(tensor: Tensor, path: str) -> Tensor:
+        # Sparse tensors have no storage to compare with.
         if tensor.layout is not torch.strided or _bytes_of(tensor) >= tensor.untyped_storage().nbytes():
             return tensor
         key = storage_key(tensor)
@@ -138,7 +140,9 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
     inside it. Each file is verified by one process of each machine. Collective; errors are raised on every process.
     """
     neighbours = _processes_of_this_machine(comm)
+    # One process of each machine hashes the file: reading it once for each rank would keep the disk busy for longer.
     first, turn = comm.process == neighbours[0], neighbours.index(comm.process)
+    # Separate blocks, each with a collective at its end: no process may unpickle before the file is verified.
     with same_errors(comm), open_file(path) as file:
         if saved is not None and first:
             _check_digest(file, path, saved)
@@ -146,6 +150,7 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
     with same_errors(comm), open_file(path):
         content: dict[str, Any] = _unpickled(path, verified=saved is not None)
         header = _header_of(content, path)
+        # Before `_with_numpy`, which visits every place.
         _check_is_tree(content, path)
         with refuse_altered_state(str(path)):
             _with_numpy(content)
@@ -155,6 +160,7 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
     from trainkit.checkpoint.shard_files import load_shards  # which takes half a second to import
 
     with same_errors(comm):
+        # The processes of a machine share the files, which are large.
         verify_shards(path, shards[turn :: len(neighbours)])
     with same_errors(comm):
         load_shards(content, shards_folder(path), shards)
@@ -164,24 +170,25 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
 @contextmanager
 def same_errors(comm: Collectives) -> Iterator[None]:
     """Raise on every process the first one's CheckpointError, if there is any; collective at the end of the block."""
-    own: CheckpointError | None = None
+    local_error: CheckpointError | None = None
     try:
         yield
     except CheckpointError as error:
-        own = error
-    for first in comm.all_gather_object(own):
+        local_error = error
+    for first in comm.all_gather_object(local_error):
         if first is not None:  # the same one, as each decides by it if an earlier checkpoint is loaded
             raise first
 
 
 def check_header(header: Mapping[str, Any]) -> None:
     """Raise ValueError unless a checkpoint's metadata, from its own file or a manifest, have the right types."""
-    whole = dict.fromkeys(("step", "epoch", "format_version", "number", "size"), int)
-    kinds = {**whole, "name": str, "metrics": dict, "reason": str, "saved_at": str, "digest": str, "shards": list}
+    integers = dict.fromkeys(("step", "epoch", "format_version", "number", "size"), int)
+    kinds = {**integers, "name": str, "metrics": dict, "reason": str, "saved_at": str, "digest": str, "shards": list}
     optional = {"number": 0, "size": 0, "digest": "", "shards": []}
     fields = {**optional, **header}
     wrong = [key for key, kind in kinds.items() if type(fields.get(key)) is not kind]
-    wrong += [key for key in whole if key not in wrong and not 0 <= fields[key] < 2**63]
+    wrong += [key for key in integers if key not in wrong and not 0 <= fields[key] < 2**63]
+    # The name becomes a file's: it must not lead to another folder.
     if not wrong and not NAME.fullmatch(fields["name"]):
         wrong.append("name")
     metrics = [] if wrong else fields["metrics"].items()
@@ -215,6 +222,7 @@ def refuse_altered_state(where: str) -> Iterator[None]:
     """Raise CheckpointError for an error of the block, which restores the state in the checkpoint `where`."""
     try:
         yield
+    # It names the cause and the remedy already.
     except UserError:
         raise
     except DAMAGED_TEXT as error:
@@ -307,6 +315,7 @@ def first_names(names: Sequence[str]) -> str:
 def storage_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that two tensors share exactly if they are the same bytes in the same arrangement."""
     storage = tensor.untyped_storage()
+    # Not id(): each access makes a new object for the same storage.
     memory = storage.device, storage.data_ptr(), storage.nbytes()
     return *memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -316,45 +325,48 @@ class PayloadVisitor:
 
     def __init__(self, take: Callable[[Tensor, str], Tensor]) -> None:
         self._take = take
-        self._open: set[int] = set()
+        self._open: set[int] = set()  # ids of the containers around the present value, which keeps them alive
         # Alive until all is converted, or two of them could be taken for one at the same address.
         self._arrays: list[Tensor] = []
 
-    def convert(self, value: Any, place: str = "") -> Any:
+    def convert(self, value: Any, path: str = "") -> Any:
         """Return the value with its tensors replaced by `take`; raises UserError for a value that cannot be saved."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Tensor):
+            # A subclass, such as a DTensor, and a tensor without data cannot be read back with weights_only.
             if type(value) not in (Tensor, torch.nn.Parameter) or value.is_meta:
-                raise _not_plain(value, place)
-            return self._take(value.detach(), place)
+                raise _not_plain(value, path)
+            # Detached: a graph cannot be saved, and a Parameter would be saved with its class.
+            return self._take(value.detach(), path)
         if type(value) in _SEQUENCES or type(value) in _MAPPINGS:
-            return self._container(value, place)
+            return self._container(value, path)
         if type(value) is torch.Size:
             return tuple(value)
-        return self._numpy(value, place)
+        return self._numpy(value, path)
 
-    def _hashable(self, value: Any, place: str) -> Any:
+    def _hashable(self, value: Any, path: str) -> Any:
         """Return a key or an element of a set: a number of numpy's as Python's, which is equal to it."""
-        converted = self.convert(value, place)
+        converted = self.convert(value, path)
         return value.item() if type(converted) is dict else converted
 
-    def _container(self, value: Any, place: str) -> Any:
+    def _container(self, value: Any, path: str) -> Any:
+        # Otherwise the recursion would not end.
         if id(value) in self._open:
-            raise UserError(f"The checkpoint's value at '{place}' contains itself and cannot be saved.")
+            raise UserError(f"The checkpoint's value at '{path}' contains itself and cannot be saved.")
         self._open.add(id(value))
         try:
             if type(value) in _MAPPINGS:
-                return self._mapping(value, place)
+                return self._mapping(value, path)
             convert = self._hashable if type(value) is set else self.convert
-            return type(value)([convert(item, f"{place}[{index}]") for index, item in enumerate(value)])
+            return type(value)([convert(item, f"{path}[{index}]") for index, item in enumerate(value)])
         finally:
             self._open.discard(id(value))
 
-    def _mapping(self, value: Any, place: str) -> Any:
+    def _mapping(self, value: Any, path: str) -> Any:
         converted = type(value)()
         for key, item in value.items():
-            inner = f"{place}.{key}" if place else str(key)
+            inner = f"{path}.{key}" if path else str(key)
             # The place after a key is its name, so a key is never a tensor.
             if isinstance(key, Tensor):
                 raise _not_plain(key, f"{inner} (the key)")
@@ -362,10 +374,10 @@ class PayloadVisitor:
             converted[plain_key] = self.convert(item, inner)
         versions = getattr(value, "_metadata", None)  # of a module's state dict: load_state_dict reads it
         if versions is not None:
-            converted._metadata = self.convert(versions, f"{place}._metadata")
+            converted._metadata = self.convert(versions, f"{path}._metadata")
         return converted
 
-    def _numpy(self, value: Any, place: str) -> Any:
+    def _numpy(self, value: Any, path: str) -> Any:
         import numpy as np
 
         if isinstance(value, (np.str_, np.bytes_)):
@@ -374,21 +386,21 @@ class PayloadVisitor:
             kind = "array" if type(value) is np.ndarray else "scalar"
             with suppress(TypeError, ValueError):  # of Python objects, dates, the other byte order
                 self._arrays.append(torch.from_numpy(np.array(value, order="C")))
-                return {NUMPY: kind, "value": self._take(self._arrays[-1], place)}
-        raise _not_plain(value, place)
+                return {NUMPY: kind, "value": self._take(self._arrays[-1], path)}
+        raise _not_plain(value, path)
 
 
 def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _not_plain(value: Any, place: str) -> UserError:
+def _not_plain(value: Any, path: str) -> UserError:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor) and value.is_meta:
         name = "a tensor without data (device 'meta')"
     return UserError(
-        f"A checkpoint cannot hold the value at '{place}': {name}. Only tensors, numbers, text, bytes, None and "
+        f"A checkpoint cannot hold the value at '{path}': {name}. Only tensors, numbers, text, bytes, None and "
         f"list, tuple, set, dict of these can be read back without running code: save str(value), float(value), "
         f"a dict of its attributes, or value.state_dict() instead."
     )
@@ -396,8 +408,10 @@ def _not_plain(value: Any, place: str) -> UserError:
 
 def _check_digest(file: FileIO, path: Path, saved: FileDigest) -> None:
     algorithm = saved.digest.partition(":")[0]
+    # A later version may hash differently; it is not damage.
     if algorithm not in ALGORITHMS:
         raise too_new(path, FORMAT_VERSION + 1)
+    # The size first: it tells a file that was cut off without reading it.
     size = os.fstat(file.fileno()).st_size
     if size != saved.size:
         raise DamagedCheckpoint(f"{path} is cut off or altered: it has {size:,} bytes, {saved.size:,} were saved.")
@@ -437,6 +451,7 @@ def _check_is_tree(content: dict[str, Any], path: Path) -> None:
 
     Whoever visits all places of lists that are shared n levels deep visits 2**n.
     """
+    # The ids stay unique: `content` holds every container.
     seen: set[int] = set()
     rest: list[Any] = [content]
     while rest:
@@ -447,19 +462,22 @@ def _check_is_tree(content: dict[str, Any], path: Path) -> None:
             raise CheckpointError(f"{path} was not saved by trainkit: a list or mapping in it has two places.")
         seen.add(id(value))
         rest += [*value, *value.values()] if type(value) in _MAPPINGS else value
+        # An OrderedDict of a state dict has attributes, such as `_metadata`, which are pickled too.
         rest += vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def _unpickled(path: Path, *, verified: bool) -> Any:
     """Return the content of a file, in memory except for what a rank may need a part of."""
     try:
+        # mmap: a rank reads from the disk only the tensors that it holds, not the state of all ranks.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if isinstance(content, dict):
+            # A later save may remove the file, and small values are not worth keeping it mapped.
             content.update(in_memory({key: value for key, value in content.items() if key not in _ON_DISK}))
         return content
     except UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = f" (it names {found[1]})" if found else ""
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        what = f" (it names {match[1]})" if match else ""
         raise CheckpointError(
             f"{path} holds Python objects{what}, and reading these can run code, so it is refused: a checkpoint holds "
             f"only tensors and plain values. If you trust the file, load it in your task's constructor with torch.load."
@@ -500,6 +518,7 @@ def _is_shard(shard: object) -> bool:
 
 
 def _check_archive(file: FileIO, path: Path, *, checksums: bool) -> None:
+    # The first bytes of a pickle of torch before 1.6 and of protocols 0 to 2; a zip archive begins with PK.
     start = file.read(4)
     if start[:2] == b"\x80\x02" or start[:1] in b"(}]c":
         raise CheckpointError(

@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 _ALLOWED = {  # classes and functions that `.metadata` may name
     "torch": {"Size", "device"},
+    # Private names of torch, which FileSystemWriter pickles.
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
         "_MEM_FORMAT_ENCODING",
@@ -74,9 +75,13 @@ class ShardWriter:
     def __init__(self, folder: Path, shards: Sequence[TensorShard], comm: Collectives) -> None:
         self.folder, self._process = folder, comm.process
         self._planner = _ShardPlanner(shards)
+        # One file for each process, synced: the checkpoint is listed only after all shards are on the disk.
         self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+        # An empty state dict, since `_ShardPlanner` makes the items of its shards itself.
         self._planner.set_up_planner({}, is_coordinator=comm.is_main)
         self._writer.set_up_storage_writer(comm.is_main)
+        # Each process makes the global plan by itself, from the plans of all: torch's coordinator would have to
+        # broadcast it.
         plans = check_all_ranks(comm, lambda: self._writer.prepare_local_plan(self._planner.create_local_plan()))
         plans, self._metadata = self._planner.create_global_plan(plans)
         self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[comm.process])
@@ -84,6 +89,7 @@ class ShardWriter:
     def write(self) -> ShardResult:
         """Write this process's shards to files, on the disk afterwards; may be called in any thread."""
         try:
+            # Without a collective, so that a background thread may call it.
             results = self._writer.write_data(self._plan, self._planner).wait()
         except Exception as error:
             refused = disk_error_in(error)  # which torch may have replaced
@@ -104,9 +110,11 @@ def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFil
     try:
         metadata = _read_metadata(folder)
         sizes = {shard.file: shard.size for shard in shards}
-        unknown = {place.relative_path for place in metadata.storage_data.values()} - set(sizes)
+        # A path that leads out of the folder is not among the shards, whose names and hashes the manifest gives.
+        unknown = {storage.relative_path for storage in metadata.storage_data.values()} - set(sizes)
         if unknown:
             raise DamagedCheckpoint(f"{folder} is damaged: it names {len(unknown)} files that are not its shards.")
+        # A placeholder's shape is data: one of 2**60 elements must not be allocated.
         remaining = sum(sizes.values())
         made: dict[str, StoredTensor] = {}
 
@@ -117,6 +125,7 @@ def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFil
                 return made[name]
             numel, last = prod(shape), sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             remaining -= numel * placeholder["dtype"].itemsize
+            # The second: strides that lead beyond the elements would read other memory.
             if remaining < 0 or (numel and last >= numel):
                 raise ValueError(f"{name} of {numel:,} elements is larger than its shards")
             like = torch.empty(numel, dtype=placeholder["dtype"], device="meta").as_strided(shape, stride)
@@ -134,13 +143,14 @@ def _chunks(metadata: Metadata, name: str, numel: int, *, folder: Path, sizes: M
     """Return the chunks of a tensor in order; raises ValueError unless they are all of its elements, in the files."""
     saved = metadata.state_dict_metadata.get(name)
     chunks, position = [], 0
+    # In order, so that a gap, an overlap or a missing end is seen by the position.
     for chunk in sorted(getattr(saved, "chunks", ()), key=lambda chunk: tuple(chunk.offsets)):
         (start,), (count,) = chunk.offsets, chunk.sizes
-        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        if start != position or not 0 <= place.offset <= sizes[place.relative_path] - place.length:
+        storage = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        if start != position or not 0 <= storage.offset <= sizes[storage.relative_path] - storage.length:
             raise ValueError(f"its elements of {name} from {start:,} on are misplaced")
         position += count
-        chunks.append(StoredChunk(folder / place.relative_path, place.offset, place.length, start, position))
+        chunks.append(StoredChunk(folder / storage.relative_path, storage.offset, storage.length, start, position))
     if position != numel:
         raise ValueError(f"it has {position:,} elements of {name}, which has {numel:,}")
     return chunks
@@ -178,6 +188,7 @@ def _shard_files(folder: Path, pattern: str) -> list[ShardFile]:
     files = []
     for path in sorted(folder.glob(pattern)):
         with open(path, "rb", buffering=0) as file:
+            # Read back from the disk, after torch has written it: torch gives no hash.
             files.append(ShardFile(path.name, *file_digest(file, fastest_algorithm())))
     return files
 
@@ -186,7 +197,9 @@ class _ShardPlanner(DefaultSavePlanner):
     """Plans to write shards, each as a chunk of a one-dimensional tensor."""
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
+        # False, or `create_global_plan` would merge the paths of flattened state dicts, which these plans do not have.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # An empty shard has no place in the metadata; another one may start at the same element.
         self._shards = {(shard.name, shard.start): shard for shard in shards if len(shard.elements)}
         self.num_bytes = sum(shard.elements.nbytes for shard in shards)
 

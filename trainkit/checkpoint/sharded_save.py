@@ -66,6 +66,7 @@ def save_sharded(
     """
     save = _Save(store, payload, shards, comm=comm, then=then, labels=labels)
     with save.folder_lock:
+        # Gathered before the listing: the manifest must not name shards that are not on the disk yet.
         results = check_all_ranks(comm, save.writer.write)
         return _on_main(comm, lambda: save.register(results))
 
@@ -77,8 +78,9 @@ class ShardedWriter:
         self._store = store
         self._comm = comm
         self._payload_snapshot, self._shard_snapshot = CpuSnapshot(), CpuSnapshot()
-        self._work: Future[None] | None = None
+        self._work: Future[None] | None = None  # the thread that is writing, listing or touching memory
         self._save: _Save | None = None  # set on every process or on none
+        # Set by the thread and read by the main thread: replaced as a whole, so that a reader sees one or the other.
         self._status = _Status("writing")
 
     def prepare(self, shards: Sequence[TensorShard]) -> None:
@@ -99,6 +101,7 @@ class ShardedWriter:
         Waits for an earlier save. `then` is called with the entry in the main process's background thread; its errors
         are the save's.
         """
+        # The earlier save first: its thread reads the copies whose memory is used again here.
         self.finish()
         self._join()
         elements = self._shard_snapshot.take({shard.place: shard.elements for shard in shards})
@@ -114,6 +117,7 @@ class ShardedWriter:
 
     def finish(self) -> bool:
         """Wait for a save; return True if there was one, or raise its error. Collective."""
+        # Each turn is one collective of all ranks, on which they move on together.
         while self._save is not None:
             self._join()
             if self._poll():
@@ -122,6 +126,7 @@ class ShardedWriter:
 
     def close(self) -> None:
         """Abort a save: the run failed, and other processes may have ended. Not collective."""
+        # No collective from here on: another rank may be gone. The main process alone removes the shards.
         save, self._save = self._save, None
         self._join()
         if save is not None:
@@ -131,6 +136,7 @@ class ShardedWriter:
     def _poll(self) -> bool:
         """Return True if the save is complete; raises CheckpointError on every process if one failed. Collective."""
         statuses = self._comm.all_gather_object(self._status)
+        # The first one with an error, on every process: all of them raise the same.
         for status in statuses:
             if status.error is not None:
                 self._fail(status.error)
@@ -141,6 +147,7 @@ class ShardedWriter:
             self._join()
             return True
         if statuses[0].phase == "written":
+            # On every process, though the main one alone lists: only its status counts from here on.
             self._status = _Status("listing")
             if self._comm.is_main:
                 self._join()
@@ -161,6 +168,7 @@ class ShardedWriter:
         assert self._save is not None
         try:
             self._status = _Status("written", result=self._save.writer.write())
+        # Not raised: the main threads of all processes learn of it in the next poll, and raise it together.
         except BaseException as error:
             self._note_failure(shard_error(self._comm.process, error_text(error)))
 
@@ -179,6 +187,7 @@ class ShardedWriter:
 
     def _join(self) -> None:
         if self._work is not None:
+            # Not `result()`: the errors of the thread are in its status.
             wait([self._work])
             self._work = None
 
@@ -210,7 +219,9 @@ class _Save:
         self._store, self._payload, self._then = store, payload, then
         self.labels = labels
         with ExitStack() as stack:
+            # The main process makes and locks the folder; the others get its path or its error.
             folder = _on_main(comm, lambda: stack.enter_context(store.shard_folder(labels["name"])))
+            # Collective: a process on a machine that does not see the folder ends the save on all of them.
             if not all(comm.all_gather_object(folder.is_dir())):
                 raise CheckpointError(
                     f"sharded=true has every machine write into {folder.parent}, but not all of them see it; put the "
@@ -234,8 +245,10 @@ class _Save:
         error = CheckpointError(reason)
         try:
             with self.folder_lock:
+                # Raised inside the lock's context, which removes the shards of a save that fails.
                 raise error
         except CheckpointError as raised:
+            # The disk's error while removing them: only logged, since the save has failed already.
             if raised is not error:
                 logger.error("%s", raised)
 

@@ -103,6 +103,7 @@ class StoredTensor:
         Raises DamagedCheckpoint if they are not in the files.
         """
         size = self.dtype.itemsize
+        # Bytes, since NumPy, through which they are filled, has no bfloat16.
         content = torch.empty((stop - start) * size, dtype=torch.uint8)
         for chunk in self.chunks:
             first, last = max(start, chunk.start), min(stop, chunk.stop)
@@ -138,7 +139,8 @@ def elements(saved: Tensor | StoredTensor, start: int, stop: int, *, like: Tenso
     `like` has the same shape and no gaps. Others are read only if they lie in another order in the file.
     """
     dimensions = zip(saved.shape, saved.stride(), like.stride(), strict=True)
-    if any(own != other for size, own, other in dimensions if size > 1):
+    # The stride of a dimension of size 1 does not matter: no element lies beyond it.
+    if any(saved_stride != other for size, saved_stride, other in dimensions if size > 1):
         ordered = torch.empty_strided(like.shape, like.stride(), dtype=saved.dtype)
         saved = ordered.copy_(saved if isinstance(saved, Tensor) else in_memory(saved))
     if isinstance(saved, StoredTensor):

@@ -75,6 +75,7 @@ CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 MANIFEST = "manifest.json"
 """The file in that folder that lists its checkpoints."""
+# Far above any real one: a hostile file must not fill the memory.
 _MOST_BYTES = 1 << 28  # of a manifest
 _SUFFIX = ".pt"
 _UNLISTED = ".unlisted"
@@ -112,8 +113,8 @@ class CheckpointEntry:
         """Return the entry that a manifest's or a checkpoint's own fields describe, with `more` fields."""
         metrics = {key: float(value) for key, value in fields["metrics"].items()}
         shards = tuple(ShardFile(**shard) for shard in fields.get("shards", ()))
-        found = {**fields, **more, "path": path, "metrics": metrics, "shards": shards}
-        return CheckpointEntry(**{key: found[key] for key in CheckpointEntry.__dataclass_fields__ if key in found})
+        values = {**fields, **more, "path": path, "metrics": metrics, "shards": shards}
+        return CheckpointEntry(**{key: values[key] for key in CheckpointEntry.__dataclass_fields__ if key in values})
 
 
 OnSaved = Callable[[CheckpointEntry], object]
@@ -167,6 +168,7 @@ class CheckpointStore:
         with self._locked(name, {}):
             listed = self.entries()
             _sweep(self.folder, listed)
+            # Under a temporary name: a kill before the checkpoint is listed leaves what the next sweep removes.
             folder = part_of(shards_folder(_free_path(self.folder, name)))
             folder.mkdir()
             with _sweep_after_failure(self.folder, listed):
@@ -183,7 +185,7 @@ class CheckpointStore:
 
     def delete(self, entry: CheckpointEntry) -> None:
         """Take the checkpoint from the manifest, then remove its file."""
-        self._keep(lambda entries: [kept for kept in entries if kept.path.name != entry.path.name])
+        self._keep(lambda entries: [other for other in entries if other.path.name != entry.path.name])
 
     def prune(self, keep: Iterable[CheckpointEntry]) -> None:
         """Remove all checkpoints except those to keep, once the latest of these is verified.
@@ -193,14 +195,15 @@ class CheckpointStore:
         names = {entry.path.name for entry in keep}
 
         def verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
-            kept = [entry for entry in entries if entry.path.name in names]
-            if not kept:
+            kept_entries = [entry for entry in entries if entry.path.name in names]
+            if not kept_entries:
                 raise ValueError(
                     f"prune must keep at least one of the checkpoints in {self.folder}, got {sorted(names)}"
                 )
-            if len(kept) < len(entries):
-                self.verify(kept[-1])
-            return kept
+            # Before anything is removed: the one that stays must be readable when the others are gone.
+            if len(kept_entries) < len(entries):
+                self.verify(kept_entries[-1])
+            return kept_entries
 
         self._keep(verified)
 
@@ -228,13 +231,14 @@ class CheckpointStore:
         if mode not in ("min", "max"):
             raise UserError(f"mode is 'min' or 'max', got {mode!r}.{nearest(str(mode), ('min', 'max'))}")
         entries = self.entries()
-        known = sorted({key for entry in entries for key in entry.metrics})
-        if known and metric not in known:
+        metric_names = sorted({key for entry in entries for key in entry.metrics})
+        if metric_names and metric not in metric_names:
             raise CheckpointError(
-                f"No checkpoint in {self.folder} has the metric '{metric}'.{nearest(metric, known)} "
-                f"There are: {', '.join(known)}."
+                f"No checkpoint in {self.folder} has the metric '{metric}'.{nearest(metric, metric_names)} "
+                f"There are: {', '.join(metric_names)}."
             )
         sign = 1.0 if mode == "min" else -1.0
+        # `sorted` is stable, so of equal values the later comes first.
         latest_first = [entry for entry in reversed(entries) if not math.isnan(entry.metrics.get(metric, math.nan))]
         return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
 
@@ -269,10 +273,13 @@ class CheckpointStore:
         Collective over the processes of `comm`, which all return the same one.
         """
         skipped: list[str] = []
+        # One process reads the manifest: another writer may replace it between the reads of two ranks, which would then
+        # load different checkpoints.
         with same_errors(comm):
             entries = self.entries() if comm.is_main else []
         for entry in comm.broadcast_object(entries)[::-1]:
             try:
+                # Collective: all ranks get the same error, and so fall back to the same checkpoint.
                 payload = self.load(entry, comm)
             except DamagedCheckpoint as error:
                 skipped.append(str(error))
@@ -296,6 +303,7 @@ class CheckpointStore:
         """Make the folder and lock it against other writers, to save the content as checkpoint `name`."""
         check_name(name)
         with self._disk_error_message(name, content):
+            # Also if it was removed during the run.
             self.folder.mkdir(parents=True, exist_ok=True)
             with only_writer(self.folder):
                 yield
@@ -313,22 +321,28 @@ class CheckpointStore:
     def _save(self, content: dict[str, Any], *, shards: Path | None = None) -> CheckpointEntry:
         """Write, rename, list: a kill in between relies on this order."""
         manifest = _read_manifest(self.folder)
+        # With shards the sweep was made before their folder, which it would remove.
         if shards is None:
             _sweep(self.folder, manifest.entries)
         path = _free_path(self.folder, content[HEADER]["name"])
+        # An order of saving that no clock can change; it is in the file too, for a manifest that is lost.
         content[HEADER]["number"] = 1 + max((entry.number for entry in manifest.entries), default=0)
         with _sweep_after_failure(self.folder, manifest.entries):
             written = write_payload(part_of(path), content)
+            # Before the rename: a kill between rename and manifest leaves a complete file, which must not be taken for
+            # a listed one when a lost manifest is rebuilt.
             _unlisted_marker(path).touch()
             if shards is not None:
+                # The names of the shards must be on the disk before the file that needs them has its name.
                 sync_folder(shards)
                 move(shards, shards_folder(path))
             move(part_of(path), path)
             entry = CheckpointEntry.of(path, content[HEADER], **written._asdict())
-            kept = [earlier for earlier in manifest.entries if earlier.name != entry.name]
-            if len(kept) < len(manifest.entries):
+            kept_entries = [earlier for earlier in manifest.entries if earlier.name != entry.name]
+            # An earlier checkpoint of the same name is about to be removed: first see that the new one can be read.
+            if len(kept_entries) < len(manifest.entries):
                 self.verify(entry)
-            self._list([*kept, entry], instead_of=manifest)
+            self._list([*kept_entries, entry], instead_of=manifest)
             return entry
 
     def _keep(self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]) -> None:
@@ -336,9 +350,9 @@ class CheckpointStore:
         try:
             with only_writer(self.folder):
                 manifest = _read_manifest(self.folder)
-                kept = choose(manifest.entries)
-                if len(kept) < len(manifest.entries):
-                    self._list(kept, instead_of=manifest)
+                kept_entries = choose(manifest.entries)
+                if len(kept_entries) < len(manifest.entries):
+                    self._list(kept_entries, instead_of=manifest)
         except OSError as error:
             raise CheckpointError(
                 f"The checkpoints in {self.folder} cannot be changed: {reason(error)}. All of them are still usable."
@@ -348,9 +362,11 @@ class CheckpointStore:
         """Replace the manifest, and remove the files that it does not list any more."""
         with _sweep_after_failure(self.folder, instead_of.entries):
             for entry in instead_of.entries:
+                # Before the manifest: a kill after it leaves a marked file, which the next sweep removes.
                 if entry not in entries:
                     _unlisted_marker(entry.path).touch()
             write_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor))
+        # Last: no file is removed before a manifest without it is on the disk.
         _sweep(self.folder, entries)
 
 
@@ -365,6 +381,7 @@ def load_from(path: Path | str, comm: Collectives = _ALONE) -> LoadedCheckpoint:
         return CheckpointStore(_checkpoints_folder(path)).load_last(comm)
     chosen = resolve(path)
     entry: CheckpointEntry | None = None
+    # Without a readable manifest the file is verified by the checksums in it.
     with suppress(OSError, *DAMAGED_TEXT):
         entry = next((entry for entry in parse_manifest(chosen.parent).entries if entry.path.name == chosen.name), None)
     content = read_checkpoint(chosen, None if entry is None else FileDigest(entry.size, entry.digest), comm)
@@ -425,6 +442,7 @@ def manifest_of(content: bytes, folder: Path) -> Manifest:
     entries = []
     for fields in document["checkpoints"]:
         file = fields.pop("file")
+        # A name with a slash could lead out of the folder, also to files that a prune would remove.
         if not _is_checkpoint_file(file):
             raise ValueError(f"the manifest names a file that cannot be a checkpoint: {file!r}")
         check_header(fields)
@@ -452,6 +470,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         "monitor": None if manifest.monitor is None else manifest.monitor._asdict(),
         "checkpoints": checkpoints,
     }
+    # Over all other fields: an edited or half-written manifest is noticed.
     document["digest"] = _digest_of(document)
     write_text(folder / MANIFEST, json.dumps(document, indent=2) + "\n")
 
@@ -468,11 +487,13 @@ def _read_manifest(folder: Path) -> Manifest:
         problem = "is missing"
     except OSError as error:
         raise CheckpointError(f"{folder / MANIFEST} cannot be read: {reason(error)}.") from error
+    # Of a newer trainkit: a manifest that is rebuilt would lose what only the newer one knows.
     except CheckpointError:
         raise
     except DAMAGED_TEXT:
         problem = "is damaged"
     entries = _entries_of_files(folder)
+    # A new folder has neither, and is nothing to warn of.
     if entries or problem == "is damaged":
         _warn_once(f"{folder / MANIFEST} {problem}; using the {len(entries)} undamaged checkpoints in the folder")
     return Manifest(entries, None)
@@ -488,6 +509,7 @@ def _entries_of_files(folder: Path) -> list[CheckpointEntry]:
     """Return the entries of undamaged files, from their own headers."""
     entries = []
     for path in folder.glob(f"*{_SUFFIX}"):
+        # It is being listed or removed, or its writer was killed then.
         if _unlisted_marker(path).exists():
             continue
         try:
@@ -512,6 +534,7 @@ def _checkpoints_folder(path: Path) -> Path:
         return path / CHECKPOINTS
     if (path / MANIFEST).exists() or any(path.glob(f"*{_SUFFIX}")):
         return path
+    # Runs are named by their dates, so the last one is the latest.
     runs = sorted(manifest.parent.parent.name for manifest in path.glob(f"*/{CHECKPOINTS}/{MANIFEST}"))
     if runs:
         raise CheckpointError(
@@ -525,6 +548,7 @@ def _sweep(folder: Path, listed: list[CheckpointEntry]) -> None:
     names = {entry.path.name for entry in listed}
     for part in folder.glob(f".*{PART}"):
         target = Path(part.name[1 : -len(PART)])
+        # Only names that a save could have made: other files in the folder are the user's.
         if NAME.fullmatch(target.name) and target.suffix in (_SUFFIX, ".shards", ".json"):
             _remove(part)
     for marker in folder.glob(f".*{_UNLISTED}"):
@@ -534,6 +558,7 @@ def _sweep(folder: Path, listed: list[CheckpointEntry]) -> None:
         if name not in names:
             (folder / name).unlink(missing_ok=True)
             _remove(shards_folder(folder / name))
+        # Last: after a kill before it the next sweep tries again.
         marker.unlink(missing_ok=True)
 
 
@@ -549,6 +574,7 @@ def _sweep_after_failure(folder: Path, listed: list[CheckpointEntry]) -> Iterato
     except BaseException:
         with suppress(OSError, *DAMAGED_TEXT):
             listed = parse_manifest(folder).entries
+        # The error of the block is the one to raise; the next save sweeps again.
         with suppress(OSError):
             _sweep(folder, listed)
         raise
@@ -569,6 +595,7 @@ def _free_path(folder: Path, name: str) -> Path:
 
 
 def _remove(path: Path) -> None:
+    # A link to a folder is removed, not what it points to.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -9,6 +9,7 @@ from trainkit.cli.main import COMMANDS, Arguments
 from trainkit.errors import UserError, nearest
 
 # The shell calls the same command with the typed line in COMP_LINE.
+# Without `=` in COMP_WORDBREAKS bash completes the whole `key=value`, not only what follows the sign.
 _BASH = """\
 _trainkit() { COMPREPLY=($(COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" trainkit completion query)); }
 complete -o nospace -o default -F _trainkit trainkit
@@ -28,6 +29,7 @@ def completion(arguments: Arguments) -> int:
     word = arguments.overrides[0] if arguments.overrides else "bash"
     if word == "query":
         line = os.environ.get("COMP_LINE", "")
+        # fish sets no COMP_POINT: its line ends at the cursor.
         print("\n".join(completions(line[: int(os.environ.get("COMP_POINT", len(line)))])))
     elif word in _SCRIPTS:
         print(_SCRIPTS[word], end="")
@@ -45,6 +47,7 @@ def completions(line: str) -> list[str]:
         return [name for name in COMMANDS if name.startswith(words[-1])]
     if words[1] in _WITHOUT_KEYS:
         return []
+    # Imported here: the names of commands are completed without Hydra.
     from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 
     from trainkit.cli.compose import CONFIG, compose_config
@@ -54,7 +57,8 @@ def completions(line: str) -> list[str]:
     typed = [word for word in words[2:-1] if "=" in word and not word.startswith("-")]
     with compose_config([folder for folder in folders if Path(folder).is_dir()]) as composer:
         plugin = DefaultCompletionPlugin(composer.loader)
-        found: list[str] = plugin._query(config_name=CONFIG, line=" ".join([*typed, words[-1]]))
-    names = [name for name in found if not name.startswith(("hydra", SIZES))]
+        # Private: the plugin has no public way to complete a line without a shell.
+        candidates: list[str] = plugin._query(config_name=CONFIG, line=" ".join([*typed, words[-1]]))
+    names = [name for name in candidates if not name.startswith(("hydra", SIZES))]
     is_key = words[1] == "explain" and "=" not in words[-1]
     return [name.rstrip("=") if is_key else name for name in names]

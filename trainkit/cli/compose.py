@@ -63,6 +63,7 @@ class SavedConfig:
         try:
             check_config(self.text, self.path)
             saved = OmegaConf.to_container(OmegaConf.load(StringIO(self.text))) if self.text.strip() else {}
+        # Its message is already complete, and it is a ValueError.
         except UserError:
             raise
         except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -122,8 +123,10 @@ def compose_config(
         loader = GlobalHydra.instance().config_loader()
         search_path = loader.get_search_path()
         for folder in config_dirs:
+            # After the package's groups, whose files win, and before Hydra's schemas, which must stay last.
             path = f"file://{_existing_folder(folder)}"
             search_path.prepend("--config-dir", path, anchor=SearchPathQuery(provider="schema", path=None))
+        # Hydra has read the search path already, and does not notice a change.
         loader.repository.initialize_sources(search_path)  # type: ignore[attr-defined] # of the one loader there is
         for group, name, settings in plugin_settings():
             ConfigStore.instance().store(group=group, name=name, node=settings, provider="plugin")
@@ -133,12 +136,12 @@ def compose_config(
 @contextmanager
 def _another_hydra() -> Iterator[None]:
     """Set aside the Hydra that is initialized, which may be that of a sweep, for one that the block initializes."""
-    before = GlobalHydra.instance().hydra
+    outer_hydra = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        GlobalHydra.instance().hydra = before
+        GlobalHydra.instance().hydra = outer_hydra
 
 
 def resume_command(run_dir: str | Path, tree: Mapping[str, Any]) -> str:
@@ -149,21 +152,22 @@ def resume_command(run_dir: str | Path, tree: Mapping[str, Any]) -> str:
 
 def _own_code(folders: Iterable[str | Path], typed: Iterable[tuple[str, Any]] = ()) -> set[str]:
     """Return the import paths that plugins, the configs in `folders` and the `typed` values of keys name."""
-    own = {path for key, value in typed for _, path in import_paths(value, key)}
-    own |= {path for _, _, settings in plugin_settings() for _, path in import_paths(settings)}
+    paths = {path for key, value in typed for _, path in import_paths(value, key)}
+    paths |= {path for _, _, settings in plugin_settings() for _, path in import_paths(settings)}
     for file in (file for folder in folders for file in Path(folder).rglob("*.yaml")):
+        # A file that cannot be read names no code. If it is chosen, the composition reports it.
         with suppress(OSError, ValueError, yaml.YAMLError):
-            own |= {path for _, path in import_paths(yaml.safe_load(file.read_text(encoding="utf-8")))}
+            paths |= {path for _, path in import_paths(yaml.safe_load(file.read_text(encoding="utf-8")))}
     # Functions of Hydra import what their arguments name.
-    return {path for path in own if not path.startswith("hydra.")}
+    return {path for path in paths if not path.startswith("hydra.")}
 
 
-def _foreign_code(tree: Mapping[str, Any], own: Collection[str]) -> dict[str, str]:
-    """Return the import paths in a config, by key, that are neither trainkit's nor among the user's `own`."""
+def _foreign_code(tree: Mapping[str, Any], trusted_paths: Collection[str]) -> dict[str, str]:
+    """Return the import paths in a config, by key, that are neither trainkit's nor among `trusted_paths`."""
     return {
         key: path
         for key, path in import_paths(tree)
-        if path not in own and not (key.endswith("._target_") and path.startswith("trainkit."))
+        if path not in trusted_paths and not (key.endswith("._target_") and path.startswith("trainkit."))
     }
 
 
@@ -204,12 +208,12 @@ class ConfigComposer:
 
     def recipe_trees(self, recipe: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the config of a recipe alone, and with the strategy whose `_target_` is `strategy`."""
-        own = self.settings([f"recipe={recipe}"], check_devices=False).tree
-        if own["strategy"]["_target_"] == strategy:
-            return own, own
+        recipe_tree = self.settings([f"recipe={recipe}"], check_devices=False).tree
+        if recipe_tree["strategy"]["_target_"] == strategy:
+            return recipe_tree, recipe_tree
         names = [name for name in self.options("strategy") if self.content("strategy", name)["_target_"] == strategy]
         texts = [f"recipe={recipe}", *(f"strategy={name}" for name in names[:1])]
-        return own, self.settings(texts, check_devices=False).tree if names else own
+        return recipe_tree, self.settings(texts, check_devices=False).tree if names else recipe_tree
 
     def settings(self, texts: Sequence[str], *, needs_task: bool = True, check_devices: bool | None = None) -> Settings:
         """Return the config with the overrides `texts`; raises ConfigError with all its problems.
@@ -229,6 +233,7 @@ class ConfigComposer:
         recipe = config.hydra.runtime.choices.get("recipe")
         if not any(problem.key == "recipe" for problem in problems):
             problems += self._without_size(recipe, config.hydra.runtime.choices.get("size") or FULL)
+        # Hydra's node is not part of a run; a struct lets no key be removed until it is opened.
         with open_dict(config):
             del config["hydra"]
         settings = settings_of(config, recipe, problems)
@@ -239,8 +244,8 @@ class ConfigComposer:
         wrong = {problem.key for problem in problems if problem.key in GROUPS}
         needs_task = needs_task and "recipe" not in wrong
         needs = {"needs_task": needs_task, "check_devices": check_devices}
-        found = check(settings.tree, options=self.options, trusted=trusted, **needs)
-        problems += [problem for problem in found if problem.key.partition(".")[0] not in wrong]
+        all_problems = check(settings.tree, options=self.options, trusted=trusted, **needs)
+        problems += [problem for problem in all_problems if problem.key.partition(".")[0] not in wrong]
         if problems:
             raise ConfigError(with_origins(problems, self._origins(overrides, rendered)))
         return replace(settings, find_origins=partial(self._origins, overrides, rendered))
@@ -254,13 +259,15 @@ class ConfigComposer:
         if self._saved is None or self._saved.trusted:
             return None
         source = self._saved.path
+        # Inside a run the working folder's configs come with the run, and are not more trusted than it.
         is_in_run = source.name == CONFIG_FILE and Path.cwd().is_relative_to(source.parent.resolve())
         folders = [*self._config_dirs, *([] if is_in_run else [_OWN_CONFIGS])]
-        own = _own_code(folders, overrides.values)
-        foreign = _foreign_code(tree, own)
+        trusted_paths = _own_code(folders, overrides.values)
+        foreign = _foreign_code(tree, trusted_paths)
         if not foreign:
-            return own
+            return trusted_paths
         named = "\n".join(f"  {key}: {path}" for key, path in foreign.items())
+        # Hydra has no override for the element of a list: these keys cannot be typed.
         in_list = [key for key in foreign if any(part.isdigit() for part in key.split("."))]
         typed = " ".join(f"{key}={path}" for key, path in foreign.items() if key not in in_list)
         raise UserError(
@@ -309,9 +316,9 @@ class ConfigComposer:
         if size == FULL or f"{recipe}_{size}" in sizes:
             return []
         recipes = [name.removesuffix(f"_{size}") for name in sizes if name.endswith(f"_{size}")]
-        own = f"; for your own recipe, write {SIZES}/{recipe}_{size}.yaml beside its folder" if recipe else ""
+        hint = f"; for your own recipe, write {SIZES}/{recipe}_{size}.yaml beside its folder" if recipe else ""
         message = f"recipe={recipe} has no such size" if recipe else f"size={size} needs a recipe"
-        return [Problem("size", f"{message}. Recipes that have it: {', '.join(recipes)}{own}.")]
+        return [Problem("size", f"{message}. Recipes that have it: {', '.join(recipes)}{hint}.")]
 
     def _origins(self, overrides: Overrides, rendered: list[str]) -> KeyOrigins:
         origins = KeyOrigins()
@@ -351,9 +358,10 @@ def _existing_folder(folder: str | Path) -> Path:
 
 def _store_saved(saved: SavedConfig, *, without: Sequence[str]) -> None:
     """Register a run's config as Hydra's base config, without its `run_dir` and the groups in `without`."""
+    # Hydra refuses to choose from a group that is not in the defaults list.
     groups = [{group: None} for group in ("strategy", *LISTS)]
-    kept = {key: value for key, value in saved.content().items() if key not in without}
-    node = OmegaConf.create({"defaults": ["_self_", *groups], **kept, "run_dir": None})
+    content = {key: value for key, value in saved.content().items() if key not in without}
+    node = OmegaConf.create({"defaults": ["_self_", *groups], **content, "run_dir": None})
     ConfigStore.instance().store(name=_SAVED, node=node)
 
 
@@ -363,7 +371,7 @@ def _present(config: DictConfig, keys: Sequence[tuple[str, str]], problems: list
     for key, text in keys:
         parent, _, name = key.rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
-        names = [str(known) for known in node] if isinstance(node, DictConfig) else []
+        names = [str(child) for child in node] if isinstance(node, DictConfig) else []
         if name not in names:
             near = [f"~{parent}.{other}" if parent else f"~{other}" for other in closest(name, names)]
             hint = did_you_mean(near) if near else list_choices(names)
@@ -390,6 +398,7 @@ def settings_of(config: Any, recipe: str | None, problems: list[Problem] | None 
 def _missing_config(error: MissingConfigException) -> Problem:
     """Return the problem of a file that is missing for a defaults list."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
+    # The exception has the name of the asking file only in its message.
     asking = str(error).partition("In '")[2].partition("'")[0]
     options = list(error.options or ())
     message = unknown_choice(group, name, options) if group else f"there is no file '{name}.yaml'."

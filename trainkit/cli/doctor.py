@@ -71,14 +71,15 @@ def run_checks(folder: Path, *, ranks: int = 2) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    description = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     threads = os.environ.get("OMP_NUM_THREADS")
-    return Check("python", OK, found + (f", OMP_NUM_THREADS={threads}" if threads else ""))
+    return Check("python", OK, description + (f", OMP_NUM_THREADS={threads}" if threads else ""))
 
 
 def _torch() -> Check:
     try:
         import torch
+    # A broken installation raises many types, such as OSError for a missing library.
     except Exception as error:
         return Check("torch", PROBLEM, f"cannot be imported: {error}", "pip install torch")
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -94,6 +95,7 @@ def _devices() -> Check:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         shown = "; ".join(f"cuda:{i} {p.name}, {p.total_memory / _GIB:.0f} GiB" for i, p in enumerate(names))
+        # A device may be listed and still not run: only a kernel shows that the driver fits the build.
         try:
             torch.ones(8, device="cuda").sum().item()
         except Exception as error:
@@ -125,12 +127,12 @@ def _packages() -> Check:
         if not is_installed(package):
             missing.setdefault(extra, []).append(package)
     installed = {"trainkit": __version__, **{name: version(name) for name in ("hydra-core", "omegaconf")}}
-    found = ", ".join(f"{name} {number}" for name, number in installed.items())
+    description = ", ".join(f"{name} {number}" for name, number in installed.items())
     if not missing:
-        return Check("packages", OK, f"{found}, and all optional packages")
+        return Check("packages", OK, f"{description}, and all optional packages")
     names = ", ".join(name for packages in missing.values() for name in packages)
     remedy = f"if needed: pip install 'trainkit-torch[{','.join(missing)}]'"
-    return Check("packages", OK, f"{found}; not installed: {names}", remedy)
+    return Check("packages", OK, f"{description}; not installed: {names}", remedy)
 
 
 def _shared_memory() -> Check:
@@ -138,14 +140,14 @@ def _shared_memory() -> Check:
     if not folder.is_dir():
         return Check("shared memory", OK, "no /dev/shm; gradients go through sockets")
     usage = shutil.disk_usage(folder)
-    found = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free in /dev/shm"
+    description = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free in /dev/shm"
     if not os.access(folder, os.W_OK):
         return Check("shared memory", WARNING, "/dev/shm is not writable", "set strategy.transport=process_group")
     if usage.free < _LEAST_SHARED_MEMORY:
         instead = "set strategy.transport=process_group and data.num_workers=0"
         remedy = f"in Docker: --shm-size=8g (or --ipc=host); else {instead}"
-        return Check("shared memory", WARNING, found, remedy)
-    return Check("shared memory", OK, found)
+        return Check("shared memory", WARNING, description, remedy)
+    return Check("shared memory", OK, description)
 
 
 def _open_files() -> Check:
@@ -154,10 +156,10 @@ def _open_files() -> Check:
     except ModuleNotFoundError:
         return Check("open files", OK, "no limit")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{soft} at once (hard limit: {'none' if hard == resource.RLIM_INFINITY else hard})"
+    description = f"{soft} at once (hard limit: {'none' if hard == resource.RLIM_INFINITY else hard})"
     if soft < _LEAST_FILES:
-        return Check("open files", WARNING, found, f"worker processes need more: ulimit -n {min(hard, 65536)}")
-    return Check("open files", OK, found)
+        return Check("open files", WARNING, description, f"worker processes need more: ulimit -n {min(hard, 65536)}")
+    return Check("open files", OK, description)
 
 
 def _clock() -> Check:
@@ -166,6 +168,7 @@ def _clock() -> Check:
         os.utime(file.name)
         ahead = os.stat(file.name).st_mtime - now
     shown = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    # November 2023: no clock that is right shows an earlier time.
     if now < 1.7e9:
         return Check("clock", WARNING, f"{shown} is wrong", "synchronize it: timedatectl set-ntp true")
     if abs(ahead) > 2:
@@ -179,6 +182,7 @@ def _run_folder(folder: Path) -> Check:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         return Check("run folder", PROBLEM, f"{existing} is a file", "choose another folder: run_dir=PATH")
+    # Random, or a file system that compresses would look too fast.
     content = os.urandom(2**20)
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".trainkit_doctor_") as file:
@@ -186,18 +190,19 @@ def _run_folder(folder: Path) -> Check:
             for _ in range(_PROBE_MB):
                 file.write(content)
             file.flush()
+            # Included in the time: checkpoints are synced too.
             os.fsync(file.fileno())
             speed = _PROBE_MB / (time.perf_counter() - start)
     except OSError as error:
         remedy = "choose another folder: run_dir=PATH, or free disk space"
         return Check("run folder", PROBLEM, f"{existing} is not writable: {error.strerror}", remedy)
     free = shutil.disk_usage(existing).free
-    found = f"{folder} is writable, {speed:.0f} MB/s with fsync, {free / _GIB:.0f} GiB free"
+    description = f"{folder} is writable, {speed:.0f} MB/s with fsync, {free / _GIB:.0f} GiB free"
     if free < _LEAST_DISK:
-        return Check("run folder", WARNING, found, "free disk space, or choose another disk: run_dir=PATH")
+        return Check("run folder", WARNING, description, "free disk space, or choose another disk: run_dir=PATH")
     if speed < _SLOW_WRITE_MB_PER_SECOND:
-        return Check("run folder", WARNING, found, "slow: set callbacks.checkpoint.async_save=true")
-    return Check("run folder", OK, found)
+        return Check("run folder", WARNING, description, "slow: set callbacks.checkpoint.async_save=true")
+    return Check("run folder", OK, description)
 
 
 def _collective(ranks: int) -> Check:
@@ -211,6 +216,7 @@ def _collective(ranks: int) -> Check:
         settings = {"devices": ranks, "device": "cpu", "timeout_seconds": _COLLECTIVE_SECONDS}
         strategy = registry.make("strategy", "ddp", settings)
         total, seconds = strategy.launch(partial(_all_reduce, strategy))
+    # Any failure here is the result of the check.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = "check that processes can connect to 127.0.0.1 (firewall, GLOO_SOCKET_IFNAME) and use /dev/shm"
@@ -229,6 +235,7 @@ def _all_reduce(strategy: Strategy) -> tuple[float, float]:
 
     strategy.setup(Precision())
     try:
+        # Not timed: the first one also opens the connections.
         total = strategy.comm.all_reduce(torch.tensor(float(strategy.comm.rank + 1))).item()
         start = time.perf_counter()
         for _ in range(_TIMES):

@@ -17,7 +17,7 @@ from trainkit.cli.validate import RENAMED, SECTIONS, TRAINER, closest, config_si
 from trainkit.errors import UserError
 
 _MOST_ALIGNED = 56  # columns
-_ABSENT = object()
+_ABSENT = object()  # `None` is the value of many keys
 _SECTIONS = {
     "recipe": "A task with its data and settings; trainkit recipes lists them.",
     "size": "Size of the recipe; size=tiny trains in seconds, to try things out.",
@@ -46,6 +46,7 @@ def explain(arguments: Arguments) -> int:
     """
     config = arguments.take("config")
     saved = None if config is None else read_saved(config, trusted=arguments.trust)
+    # A removal or an addition is an override even without `=`.
     keys = [text for text in arguments.overrides if "=" not in text and text[:1] not in "~+"]
     overrides = [text for text in arguments.overrides if text not in keys]
     with compose_config(arguments.config_dirs, saved=saved) as composer:
@@ -82,7 +83,8 @@ def _keys_below(path: str, node: Any) -> dict[str, Parameter]:
 def _keys_of(target: str, path: str) -> dict[str, Parameter]:
     """Return the keys at `path` of the class or function `target`; empty if it cannot be imported."""
     try:
-        return {f"{path}.{name}": known for name, known in config_signature(target).parameters.items()}
+        return {f"{path}.{name}": parameter for name, parameter in config_signature(target).parameters.items()}
+    # An optional package may be missing: the other keys are explained without it.
     except TargetError:
         return {}
 
@@ -98,18 +100,19 @@ def _summary_of(target: str) -> str:
 def _objects_in(composer: ConfigComposer, group: str, name: str) -> dict[str, Mapping[str, Any]]:
     """Return the nodes with a `_target_` in a choice, by their paths in the config."""
     content = composer.content(group, name)
-    places: dict[str, Any] = {f"{group}.{part}": node for part, node in content.items()}
+    nodes: dict[str, Any] = {f"{group}.{part}": node for part, node in content.items()}
     if group == "strategy":
-        places = {group: content}
+        nodes = {group: content}
     elif group == "recipe":
-        places = {section: content.get(section) for section in ("task", "data")}
-    return {place: node for place, node in places.items() if isinstance(node, Mapping) and "_target_" in node}
+        nodes = {section: content.get(section) for section in ("task", "data")}
+    return {path: node for path, node in nodes.items() if isinstance(node, Mapping) and "_target_" in node}
 
 
 class _Explanations:
     def __init__(self, composer: ConfigComposer, settings: Settings) -> None:
         self._composer = composer
         self._tree = settings.tree
+        # Composes again and reads all files, so only once.
         self._origins: KeyOrigins = settings.find_origins()
         self._known = known_keys(settings.tree)
 
@@ -155,23 +158,24 @@ class _Explanations:
             yield from _columns(summaries)
         if isinstance(node, str) or node is None:
             yield from self._present(path)
-        keys = {key: known for key, known in self._known.items() if key.startswith(f"{path}.")}
+        keys = {key: parameter for key, parameter in self._known.items() if key.startswith(f"{path}.")}
         if isinstance(target, str):
             yield f"  keys of {target}:"
             keys = _keys_of(target, path)
-        yield from _columns({key: _first_sentence(known.doc) for key, known in keys.items()})
+        yield from _columns({key: _first_sentence(parameter.doc) for key, parameter in keys.items()})
 
     def _of_another_choice(self, path: str) -> Iterator[str]:
         """Yield the description of a key that exists with another choice of its group."""
-        found: dict[str, list[str]] = {}
+        choices_by_key: dict[str, list[str]] = {}
         pages: dict[str, Parameter] = {}
-        for choice, key, known in self._all_known():
+        for choice, key, parameter in self._all_known():
             if key == path or key.endswith(f".{path}"):
-                pages.setdefault(key, known)
-                found.setdefault(key, []).append(choice)
-        if not found:
+                # A key that several choices have is described by the first of them.
+                pages.setdefault(key, parameter)
+                choices_by_key.setdefault(key, []).append(choice)
+        if not choices_by_key:
             raise UserError(self._unknown(path))
-        full, choices = next(iter(found.items()))
+        full, choices = next(iter(choices_by_key.items()))
         yield full
         yield f"  {pages[full].doc}".rstrip()
         yield from _about(pages[full])
@@ -182,9 +186,9 @@ class _Explanations:
         for group in GROUPS:
             sign = "+" if group in LISTS else ""
             for name in self._composer.options(group):
-                for place, node in _objects_in(self._composer, group, name).items():
-                    for key, known in _keys_of(node["_target_"], place).items():
-                        yield f"{sign}{group}={name}", key, known
+                for path, node in _objects_in(self._composer, group, name).items():
+                    for key, parameter in _keys_of(node["_target_"], path).items():
+                        yield f"{sign}{group}={name}", key, parameter
 
     def _unknown(self, path: str) -> str:
         parent = path.rpartition(".")[0]
@@ -232,6 +236,7 @@ def _shown(value: Any) -> str:
 
 def _annotated(settings: Settings) -> Iterator[str]:
     """Yield lines of YAML, each value with its origin."""
+    # Before interpolation, to show what a value was computed from.
     written = yaml.safe_load(settings.unresolved) or {}
     rows = list(_rows(settings.tree, written, "", 0, settings.find_origins()))
     width = min(_MOST_ALIGNED, max((len(text) for text, origin in rows if origin), default=0))
@@ -241,20 +246,21 @@ def _annotated(settings: Settings) -> Iterator[str]:
 
 def _rows(node: dict[str, Any], written: Any, path: str, depth: int, origins: KeyOrigins) -> Iterator[tuple[str, str]]:
     for key, value in node.items():
-        place = f"{path}.{key}" if path else key
+        key_path = f"{path}.{key}" if path else key
         label = f"{'  ' * depth}{key}:"
         source = written.get(key) if isinstance(written, dict) else None
         if isinstance(value, dict) and value:
             yield label, ""
-            yield from _rows(value, source, place, depth + 1, origins)
+            yield from _rows(value, source, key_path, depth + 1, origins)
         else:
-            origin = origins.of(place)
+            origin = origins.of(key_path)
             if isinstance(source, str) and "${" in source:
                 origin = f"{source} in {origin}"
             yield f"{label} {_inline(value)}", origin
 
 
 def _inline(value: Any) -> str:
+    # On one line: YAML breaks long values, and ends a single value with three dots.
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
 
 
@@ -269,17 +275,18 @@ def _reference(composer: ConfigComposer) -> Iterator[str]:
             objects = _objects_in(composer, group, name)
             if objects:  # else it only lists other choices
                 yield from ("", f"### `{group}={name}`")
-            for place, node in objects.items():
+            for path, node in objects.items():
                 target = node["_target_"]
-                yield from ("", _summary_of(target), "", *_key_table(target, place, node))
+                yield from ("", _summary_of(target), "", *_key_table(target, path, node))
 
 
-def _key_table(target: str, place: str, chosen: Mapping[str, Any]) -> Iterator[str]:
-    keys = _keys_of(target, place)
+def _key_table(target: str, path: str, chosen: Mapping[str, Any]) -> Iterator[str]:
+    keys = _keys_of(target, path)
     if keys:
         yield "| key | type | default | description |"
         yield "|---|---|---|---|"
-    for key, known in keys.items():
-        default = chosen.get(key.rpartition(".")[2], known.default)
-        cells = (f"`{key}`", known.type_text, f"`{_shown(default)}`", known.doc)
+    for key, parameter in keys.items():
+        default = chosen.get(key.rpartition(".")[2], parameter.default)
+        cells = (f"`{key}`", parameter.type_text, f"`{_shown(default)}`", parameter.doc)
+        # A bar would end the cell.
         yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map  # private: the tree that torch.export's dynamic_shapes must match
 
 from trainkit.checkpoint.frozen_weights import FROZEN, check_frozen, completed
 from trainkit.checkpoint.resized_buffers import RESIZED, resize_buffers
@@ -121,9 +121,9 @@ def write_safetensors(
         tensor = tensors[name]
         if tensor.dtype not in _DTYPES:
             raise UserError(f"{name} is {tensor.dtype}, which a .safetensors file cannot hold.")
-        place = [position, position + tensor.shape.numel() * tensor.dtype.itemsize]
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
-        position = place[1]
+        offsets = [position, position + tensor.shape.numel() * tensor.dtype.itemsize]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        position = offsets[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -133,8 +133,9 @@ def write_safetensors(
 
 def _content(saved: Tensor | StoredTensor) -> Any:
     """Return the bytes of a tensor, row by row."""
-    whole = saved if isinstance(saved, Tensor) else in_memory(saved)
-    return whole.reshape(-1).view(torch.uint8).numpy()
+    tensor = saved if isinstance(saved, Tensor) else in_memory(saved)
+    # As bytes, since numpy has no bfloat16 and no 8-bit floats.
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 # ---- Programs
@@ -170,6 +171,7 @@ def export_onnx(settings: Settings, path: Path, out: Path) -> str:
         raise UserError(f"the weights of {name} have {size:,} bytes, and one ONNX file at most 2 GiB; out=model.pt2.")
     program = _traced(run.task, *_first_batch(run.data))
     try:
+        # The exporter that takes a traced program; the older one would trace the module itself.
         converted = torch.onnx.export(program, dynamo=True, verbose=False)
     except torch.onnx.errors.OnnxExporterError as error:
         first = str(error.__cause__ or error).strip().partition("\n")[0]
@@ -195,11 +197,13 @@ def _trained(settings: Settings, path: Path) -> tuple[RunComponents, int]:
     """Return the objects of a run, its task with the weights of a checkpoint, and the checkpoint's step."""
     run = assemble(settings, run_dir=None, loggers=False)
     loaded = load_from(path)
+    # Before the weights are read into it: a deferred task has no memory.
     make_real(run.task)
-    record, own = loaded.payload.get(FROZEN) or None, run.task.state_dict()
+    record, task_state = loaded.payload.get(FROZEN) or None, run.task.state_dict()
     if record is not None:
-        check_frozen(record, own, str(path))
-    saved = completed(saved_weights(loaded.payload, str(path)), record, own)
+        check_frozen(record, task_state, str(path))
+    saved = completed(saved_weights(loaded.payload, str(path)), record, task_state)
+    # Before load_state_dict, which refuses buffers of another shape.
     resize_buffers(run.task, saved, loaded.payload.get(RESIZED, ()), torch.device("cpu"))
     run.task.load_state_dict(in_memory(saved))
     return run, loaded.entry.step
@@ -222,6 +226,7 @@ def _first_batch(data: Data) -> tuple[Any, int]:
     stage = next((stage for stage in _STAGES if data.has(stage)), None)
     if stage is None:
         raise UserError("the run's data has nothing to trace a program with; pass data for predictions.")
+    # Any seed will do: the batch is used for its shapes.
     loader = open_loader(data.stage_data(stage), Strategy(device="cpu"), seed=0, limit=1)
     micro_batch = next(iter(loader.batches()))
     return micro_batch.batch, micro_batch.num_samples
@@ -233,9 +238,11 @@ def _traced(task: TaskModule, batch: Any, num_samples: int) -> torch.export.Expo
         return {0: torch.export.Dim.AUTO} if has_rows else None
 
     try:
+        # Given, since the default of `strict` differs between versions of torch.
         return torch.export.export(
             _Predicting(task.eval()), (batch,), dynamic_shapes=(tree_map(rows_may_differ, batch),), strict=False
         )
+    # Tracing raises many types, also those of the user's step.
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise UserError(
@@ -259,9 +266,11 @@ def export_model(settings: Settings, path: Path, out: Path, *, adapter_only: boo
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        # Beside `out`, so that the rename does not cross file systems.
         with TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as made:
             part = Path(made, "model")
             run.task.save_pretrained(part, adapter_only=adapter_only)
+            # Replaces an empty folder; a kill before leaves nothing under the final name.
             os.replace(part, out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error

@@ -132,11 +132,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in (sys.argv if argv is None else argv):
             print_traceback()
         return _fail(str(error))
+    # The rank that failed has printed its traceback; one of this process would only hide it.
     except (RemoteRankError, RankExit) as error:
         return _fail(str(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
     except BrokenPipeError:  # `trainkit recipes | head`
+        # Python flushes stdout at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
@@ -154,6 +156,7 @@ def print_traceback() -> None:
         from rich.traceback import Traceback
 
         shown = Traceback(max_frames=0)
+        # The message of an exception may have control characters, which would reach the terminal.
         for stack in shown.trace.stacks:
             stack.exc_value = printable(stack.exc_value)
         Console(stderr=True).print(shown)
@@ -175,6 +178,7 @@ def print_table(rows: Iterable[Sequence[str | Text]]) -> None:
     if Console().is_terminal:
         Console().print(table)
         return
+    # Wide, as rich breaks lines at 80 columns if stdout is not a terminal.
     console = Console(width=10_000)
     with console.capture() as captured:
         console.print(table)
@@ -182,6 +186,7 @@ def print_table(rows: Iterable[Sequence[str | Text]]) -> None:
 
 
 def _fail(message: str, *, code: int = 2) -> int:
+    # Or the error could appear above what was printed before it.
     sys.stdout.flush()
     print(printable(f"error: {message}" if code == 2 else message), file=sys.stderr)
     return code
@@ -203,8 +208,10 @@ def _run(argv: list[str]) -> int:
     if arguments.help:
         print(command_page(arguments))
         return 0
-    given = [text.rpartition("=")[2] for text in arguments.overrides if text.startswith(_PATHS) or "=" not in text]
-    if not any(text and Path.cwd().is_relative_to(os.path.realpath(text)) for text in given):
+    typed_paths = [
+        text.rpartition("=")[2] for text in arguments.overrides if text.startswith(_PATHS) or "=" not in text
+    ]
+    if not any(text and Path.cwd().is_relative_to(os.path.realpath(text)) for text in typed_paths):
         make_working_folder_importable()  # unless that is the run folder: its files are data, not modules
     log_to_stderr()
     logging.getLogger("trainkit").setLevel(logging.INFO)
@@ -223,14 +230,15 @@ def _run(argv: list[str]) -> int:
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
     """Let Ctrl-C end this process at once, as SIGTERM does: imports may catch a KeyboardInterrupt."""
+    # Python changes signal handlers on the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 class _Parser(ArgumentParser):
@@ -239,6 +247,7 @@ class _Parser(ArgumentParser):
 
 
 def _parse(name: str, rest: list[str]) -> Arguments:
+    # Without abbreviations: a mistyped option must not become another one. The help page depends on the overrides.
     parser = _Parser(prog=f"trainkit {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*", default=[])
     parser.add_argument("-h", "--help", action="store_true")
@@ -248,6 +257,7 @@ def _parse(name: str, rest: list[str]) -> Arguments:
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--debug", action="store_true")
     parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
+    # Intermixed, as options may stand between overrides.
     read, others = parser.parse_known_intermixed_args(rest)
     if others:
         options = ("--help", "--multirun", "--cfg", "--resolve", "--trust", "--debug", "--config-dir")
@@ -285,6 +295,7 @@ def command_page(arguments: Arguments) -> str:
 
 def choices(arguments: Arguments, group: str) -> dict[str, Traversable]:
     """Return the file of each choice of a group, of the package and of the given config folders."""
+    # The later of two folders of the same choice wins, and the package wins over all, as in the composition.
     folders: list[Traversable] = [Path(folder) for folder in reversed(arguments.config_dirs)]
     choices: dict[str, Traversable] = {}
     for folder in [*folders, resources.files("trainkit.conf")]:

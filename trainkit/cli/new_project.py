@@ -42,6 +42,7 @@ def create_project(path: Path) -> list[Path]:
 def _written(template: Traversable, folder: Path, names: Mapping[str, str]) -> Iterator[Path]:
     """Write a folder of templates; `package` and `name` in file names stand for the project's name."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Sorted, as file systems list folders in any order and the paths are printed.
     for source in sorted(template.iterdir(), key=lambda source: source.name):
         name = source.name.removesuffix(".template")
         if source.is_dir():
@@ -70,5 +71,6 @@ def _is_taken(name: str) -> bool:
     """Return True for folders of every project, and for modules that can be imported from outside of this folder."""
     here = Path.cwd()
     elsewhere = [folder for folder in sys.path if folder and Path(folder).absolute() != here]
-    known = {"conf", "runs", "tests", "trainkit", *sys.stdlib_module_names}
-    return name in known or PathFinder.find_spec(name, elsewhere) is not None
+    reserved = {"conf", "runs", "tests", "trainkit", *sys.stdlib_module_names}
+    # Not by importing: that runs a package's code.
+    return name in reserved or PathFinder.find_spec(name, elsewhere) is not None

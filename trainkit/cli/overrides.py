@@ -123,6 +123,7 @@ class Overrides:
             self.problems.append(_unreadable(text, error))
             return []
         options = self._options(override.key_or_group)
+        # A key that no group has is a value; so is a mapping, which sets keys below the group.
         is_value = not options or (not override.is_delete() and isinstance(override.value(), dict))
         item = _Item(text, override, is_group=not is_value)
         problem = self._wrong(item, options)
@@ -150,6 +151,7 @@ class Overrides:
 def _line(item: _Item) -> str:
     """Return one override for Hydra."""
     text = item.text.lstrip("+")
+    # Hydra reads these as they are; a key with `@` places a group elsewhere.
     if item.override.is_hydra_override() or item.override.is_delete() or "@" in text.partition("=")[0]:
         return item.text
     if item.is_group and item.override.value() is None:
@@ -178,22 +180,23 @@ class KeyOrigins:
 
         Without one it is that of a key below or above it; empty if none is known.
         """
-        own = [place for known, place in self._places.items() if known == key or known.startswith(f"{key}.")]
-        typed = [place.removeprefix(_TYPED) for place in own if place.startswith(_TYPED)]
+        origins = [origin for other, origin in self._places.items() if other == key or other.startswith(f"{key}.")]
+        typed = [origin.removeprefix(_TYPED) for origin in origins if origin.startswith(_TYPED)]
         if typed:
             return _TYPED + " ".join(typed)
         if key in self._places:
             return self._places[key]
-        for known in reversed(self._places):
-            if known.startswith(f"{key}."):
-                return self._places[known]
+        # The last one recorded is of the file that counts: files are recorded in the order in which Hydra merges them.
+        for other in reversed(self._places):
+            if other.startswith(f"{key}."):
+                return self._places[other]
         parent = key.rpartition(".")[0]
         if f"{parent}._target_" in self._places:
             return self._places[f"{parent}._target_"]
         return self.of(parent) if parent else ""
 
     def comment(self, key: str) -> str:
-        """Return the comment behind `key` in the file that set it; empty without one."""
+        """Return the comment after `key` in the file that set it; empty without one."""
         file, _, line = self._places.get(key, "").rpartition(":")
         if not line.isdigit() or not Path(file).is_file():
             return ""
@@ -201,7 +204,8 @@ class KeyOrigins:
 
     def add_typed(self, key: str, text: str, *, is_choice: bool = False) -> None:
         """Record an override of `key` and, unless it is the choice of a group, of all keys below it."""
-        for below in [known for known in self._places if known.startswith(f"{key}.") and not is_choice]:
+        # The override replaces what was below the key; a choice of a group does not, as its files follow.
+        for below in [other for other in self._places if other.startswith(f"{key}.") and not is_choice]:
             del self._places[below]
         self._places[key] = _TYPED + text
 
@@ -211,6 +215,7 @@ class KeyOrigins:
 
     def add_yaml(self, text: str, path: Path, *, package: str = "") -> None:
         """Record the keys of the YAML text in `path`."""
+        # The C parser is several times faster, but not in every build of PyYAML.
         document = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         for key, line in _lines(document, package):
             self._places[key] = f"{_short(path)}:{line}"
@@ -221,6 +226,7 @@ class KeyOrigins:
         for default in composed.defaults:
             if default.config_path is None or default.config_path.startswith("hydra/"):
                 continue
+            # The origin is for messages only: a config that is in no file, such as a plugin's, has none.
             path = _find(loader, default.config_path)
             if path is not None:
                 package = "" if default.package in (None, "_global_") else str(default.package)

@@ -18,6 +18,7 @@ _KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
 
 def parity(arguments: Arguments) -> int:
     """Print the comparison, with `json=true` as JSON; return 1 if a strategy differs from `single`."""
+    # Imported here, as they import torch.
     from trainkit.cli.run_commands import assemble
     from trainkit.optim.precision import Precision
     from trainkit.parity.compare import DEFAULT_STRATEGIES, compare_strategies
@@ -82,19 +83,20 @@ def _with_settings(
         if key in typed:
             raise UserError(f"strategy.{key}: the same for all strategies; type {key}=VALUE.")
     chosen: list[str | tuple[str, dict[str, Any]]] = []
+    # The reference has no ranks, buckets or stages to set.
     others = [name for name in names if name != "single"]
-    known: set[str] = set()
+    accepted: set[str] = set()
     for name in others:
         target = composer.settings([*overrides, f"strategy={name}"]).tree["strategy"]["_target_"]
         takes = set(signature_of(target).parameters)
-        known |= takes
-        own = {key: text for key, text in typed.items() if key.partition(".")[0] in takes}
-        tree = composer.settings([*overrides, f"strategy={name}", *own.values()]).tree["strategy"]
-        chosen.append((name, {key: tree[key] for key in {key.partition(".")[0] for key in own}}))
+        accepted |= takes
+        accepted_texts = {key: text for key, text in typed.items() if key.partition(".")[0] in takes}
+        tree = composer.settings([*overrides, f"strategy={name}", *accepted_texts.values()]).tree["strategy"]
+        chosen.append((name, {key: tree[key] for key in {key.partition(".")[0] for key in accepted_texts}}))
     for key in typed:
-        if key.partition(".")[0] not in known:
+        if key.partition(".")[0] not in accepted:
             which = f"none of {', '.join(others)} has it" if others else "choose a strategy other than single"
-            raise UserError(f"strategy.{key}: unknown key; {which}.{nearest(key, known)}")
+            raise UserError(f"strategy.{key}: unknown key; {which}.{nearest(key, accepted)}")
     return chosen
 
 
@@ -104,6 +106,7 @@ def _read(arguments: Arguments, key: str, convert: Callable[[str], Any], default
         return default
     try:
         return convert(typed)
+    # Its message is already complete, and it is a ValueError.
     except UserError:
         raise
     except ValueError:

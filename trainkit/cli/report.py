@@ -24,6 +24,7 @@ def report(arguments: Arguments) -> int:
     folders = [_existing(text) for text in arguments.overrides]
     if not folders:
         raise UserError(f"report needs a run. Type {_EXAMPLE}")
+    # Imported after the arguments are checked, as they import torch.
     from trainkit.checkpoint.serialization import DAMAGED_TEXT
     from trainkit.report.comparison import comparison_report
     from trainkit.report.record import read_run
@@ -40,9 +41,11 @@ def report(arguments: Arguments) -> int:
         else:
             runs = [_run_in(folder) for folder in folders]
             for index, run in enumerate(runs):
+                # Resolved, as links and `..` give one folder several paths.
                 if run.resolve() in [other.resolve() for other in runs[:index]]:
                     raise UserError(f"{run} is given twice; a comparison needs different runs.")
             page, path = comparison_report([read_run(run) for run in runs]), runs[-1] / COMPARISON
+    # Its message is already complete, and it is a ValueError.
     except UserError:
         raise
     except DAMAGED_TEXT as error:
@@ -86,6 +89,7 @@ def _run_in(path: Path) -> Path:
     for folder in [path] if is_folder else [path.parent, path.parent.parent]:
         if is_run(folder):
             return folder
+    # runs/<recipe>/<date_time>: a folder of runs has them one or two levels below.
     for pattern in ("*", "*/*"):
         below = [folder for folder in path.glob(pattern) if folder.is_dir() and is_run(folder)]
         below.sort(key=lambda folder: folder.stat().st_mtime)
@@ -123,12 +127,14 @@ def _summary(text: str) -> str:
     settings = yaml.safe_load(text) or {}
     target = str((settings.get("task") or {}).get("_target_", ""))
     try:
+        # Not by importing the module, which may need packages that are not installed.
         spec = find_spec(target.rpartition(".")[0])
         source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
         docstring = ast.get_docstring(ast.parse(source)) or ""
     except (ImportError, ValueError, SyntaxError, OSError):
         return f"({target} cannot be read)"
     lines = docstring.strip().splitlines()
+    # By convention a recipe's docstring names its extra in one line of this form.
     needs = [f"{line} Type: pip install 'trainkit-torch[{line.split('`')[1]}]'" for line in lines if _NEEDS in line]
     return "\n".join([*lines[:1], *needs])
 

@@ -88,8 +88,8 @@ def resume(arguments: Arguments) -> int:
     if remote is not None:
         return _train(settings, chosen or remote.url, arguments, resume=typed)
     resolve(path)
-    own = choose_run_dir(settings.name) if _is_outside_of_its_run(path) else run_folder_of(path)
-    return _train(settings, chosen or own, arguments, resume=path)
+    folder = choose_run_dir(settings.name) if _is_outside_of_its_run(path) else run_folder_of(path)
+    return _train(settings, chosen or folder, arguments, resume=path)
 
 
 def validate(arguments: Arguments) -> int:
@@ -122,6 +122,7 @@ def resume_hint(stopped: Stopped, run_dir: Path | str, tree: Mapping[str, Any]) 
     """Return the message about a stopped run of the config `tree`: its checkpoint, and the command that resumes it."""
     by, callbacks = f"stopped by {stopped.signal_name}", tree["callbacks"] or {}
     nodes = callbacks.values() if isinstance(callbacks, Mapping) else callbacks
+    # By the end of its name: `trainkit.callbacks.checkpoint.Checkpoint`, or a class of the user with the same name.
     saving = next((node for node in nodes if node and str(node.get("_target_")).endswith(".Checkpoint")), None)
     saves_at_end = saving is not None and saving.get("save_at_end", True)
     try:
@@ -159,14 +160,16 @@ def recipe_diff(settings: Settings, config_dirs: Sequence[str] = ()) -> list[Con
         return None
     try:
         with compose_config(config_dirs) as composer:
-            own, with_strategy = composer.recipe_trees(recipe, settings.tree["strategy"]["_target_"])
+            recipe_tree, with_strategy = composer.recipe_trees(recipe, settings.tree["strategy"]["_target_"])
     except UserError as error:  # a recipe whose folder is gone
         logger.debug("the recipe %s cannot be composed: %s", recipe, error)
         return None
     changes = differences(with_strategy, settings.tree)
-    if own != with_strategy:
-        before, after = (tree["strategy"]["_target_"].rpartition(".")[2] for tree in (own, settings.tree))
-        changes.insert(0, ConfigChange("strategy", before, after))
+    if recipe_tree != with_strategy:
+        recipe_strategy, chosen_strategy = (
+            tree["strategy"]["_target_"].rpartition(".")[2] for tree in (recipe_tree, settings.tree)
+        )
+        changes.insert(0, ConfigChange("strategy", recipe_strategy, chosen_strategy))
     return changes
 
 
@@ -175,8 +178,8 @@ def _reference_batch_size(composer: ConfigComposer, settings: Settings) -> Refer
     recipe = settings.tree.get("recipe")
     if recipe is None:
         return None
-    own = composer.settings([f"recipe={recipe}"]).tree
-    batch_size, rate = own["data"].get("batch_size"), own["task"].get("lr")
+    recipe_tree = composer.settings([f"recipe={recipe}"]).tree
+    batch_size, rate = recipe_tree["data"].get("batch_size"), recipe_tree["task"].get("lr")
     if not isinstance(batch_size, int):
         return None
     return ReferenceBatchSize(batch_size, f"recipe {recipe}", float(rate) if isinstance(rate, (int, float)) else None)
@@ -193,6 +196,7 @@ def _train(
     run = assemble(settings, run_dir=run_dir)
     run.trainer.reference_batch_size = reference
     run.trainer.prints_run_dir = True
+    # A function: the recipe is composed again only if a report asks for the differences.
     run.trainer.config_diff = partial(recipe_diff, settings, arguments.config_dirs)
     try:
         run.trainer.fit(run.task, run.data, resume=resume)
@@ -237,6 +241,7 @@ def _path_argument(arguments: Arguments) -> str:
     if arguments.take("run") is not None:
         raise UserError("run=PATH is renamed to checkpoint=PATH.")
     typed = arguments.take("checkpoint")
+    # A path alone may stand first, as in `trainkit test PATH`.
     if typed is None and arguments.overrides and "=" not in arguments.overrides[0]:
         typed = arguments.overrides.pop(0)
     if not typed:
@@ -328,12 +333,15 @@ def whole_file(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_new(part))  # not through a link, as in a folder of others
         yield part
+        # Opened again, as the caller has closed it. Without sync a crash could
+        # leave an empty file under the final name.
         with open(part, "rb") as file:
             sync(file.fileno())
         move(part, out)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}.") from error
     finally:
+        # After the rename there is no file; after an error nothing here may hide it.
         with suppress(OSError):
             part.unlink(missing_ok=True)
 
@@ -359,6 +367,7 @@ def assemble(settings: Settings, *, run_dir: Path | str | None, loggers: bool = 
     components = _Components()
     # The task comes first: its weights must depend on the seed alone.
     seed_everything(tree["trainer"].get("seed", 0) % 2**63)  # the Trainer refuses larger seeds
+    # Without memory until the strategy knows which part of the task this rank needs.
     with deferred_init() if tree["trainer"].get("deferred_init") else nullcontext():
         task = components.create("task", tree["task"], TaskModule)
     data = components.create("data", tree["data"], object)
@@ -366,6 +375,7 @@ def assemble(settings: Settings, *, run_dir: Path | str | None, loggers: bool = 
     callbacks = components.create_all("callbacks", tree.get("callbacks"), Callback)
     created = components.create_all("logger", tree.get("logger"), Logger) if loggers else []
     objects: dict[str, Any] = {"callbacks": callbacks, "loggers": created, "run_dir": run_dir}
+    # A stand-in for a strategy that was refused: the Trainer's arguments are checked too.
     objects |= {"strategy": strategy or Strategy(device="cpu"), "config": settings.as_yaml()}
     trainer = components.call("trainer", lambda arguments: Trainer(**objects, **arguments), tree["trainer"])
     if isinstance(task, nn.Module):
@@ -403,6 +413,7 @@ class _Components:
 
     def call(self, path: str, make: Callable[[Mapping[str, Any]], Any], arguments: Mapping[str, Any]) -> Any:
         """Return the result of `make`; an invalid argument is dropped and the others are tried, to find all errors."""
+        # Each pass drops one refused argument, and ends with an object or an error that names none.
         refused: set[str] = set()
         while True:
             left = {name: value for name, value in arguments.items() if name not in refused}
@@ -410,6 +421,7 @@ class _Components:
                 made = make(left)
                 return None if refused else made
             except UserError as error:
+                # Without quoted text: a word in a value is not the name of an argument.
                 words = re.findall(r"\w+", re.sub(r"'[^']*'", "", str(error)))
                 named = [word for word in words if word in arguments]
                 # A dropped argument has its default now: an error that names it is not the user's.
@@ -432,9 +444,11 @@ class _Components:
 def _instantiate(path: str, target: str, kind: type, arguments: Mapping[str, Any]) -> Any:
     """Return the object; raises UserError if it is not a `kind`."""
     try:
+        # Plain lists and dictionaries: users' constructors do not expect those of OmegaConf.
         made = instantiate(with_objects({"_target_": target, **arguments}), _convert_="all")
     except InstantiationException as error:
         cause = error.__cause__ or UserError(f"{path}: {error}")
+        # The constructor imports an optional package.
         if isinstance(cause, ModuleNotFoundError) and cause.name:
             needs = f"{target} needs the package '{cause.name}', which is not installed"
             raise UserError(f"{path}: {needs}. {install_hint(cause.name)}") from None
@@ -464,6 +478,7 @@ def _place(cause: BaseException | None) -> str:
     """Return the type of a constructor's exception and the last line of the user's code in its traceback."""
     frames = walk_tb(cause.__traceback__ if cause else None)
     modules = {frame: str(frame.f_globals.get("__name__")) for frame, _ in frames}
+    # The last frame outside Hydra and torch is the line that the user can change.
     users = [frame for frame in modules if not modules[frame].startswith("hydra.") and not _calls_torch(modules[frame])]
     lines = [f", {frame.f_code.co_filename}:{frame.f_lineno}" for frame in users]
     return f" ({type(cause).__name__}{''.join(lines[-1:])}; --debug shows the traceback)"
@@ -491,10 +506,18 @@ def _too_many_stages(task: nn.Module, strategy: Mapping[str, Any]) -> list[Probl
     if not isinstance(stages, int):
         return []
     if strategy.get("schedule") == "interleaved_1f1b":
+        # Each rank runs several stages then, so that there are more of them.
         stages *= strategy.get("stages_per_rank", 1)
+    # A stage begins at a module without children, or at a parameter that a module with children holds itself.
     leaves = sum(not any(module.children()) for module in task.modules())
-    own = sum(len(list(module.parameters(recurse=False))) for module in task.modules() if any(module.children()))
-    if stages <= leaves + own:
+    direct_parameters = sum(
+        len(list(module.parameters(recurse=False))) for module in task.modules() if any(module.children())
+    )
+    if stages <= leaves + direct_parameters:
         return []
-    has = f"{type(task).__name__} has only {leaves + own} modules"
-    return [Problem("strategy.stages", f"{stages} stages, but {has}; set strategy.stages={leaves + own} or less.")]
+    has = f"{type(task).__name__} has only {leaves + direct_parameters} modules"
+    return [
+        Problem(
+            "strategy.stages", f"{stages} stages, but {has}; set strategy.stages={leaves + direct_parameters} or less."
+        )
+    ]

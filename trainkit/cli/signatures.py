@@ -113,6 +113,8 @@ class ValueType:
             return ANYTHING
         element = self.element | other.element if self.element and other.element else self.element or other.element
         key = self.key | other.key if self.key and other.key else self.key or other.key
+        # Two lists of other lengths exclude each other position by position;
+        # only one of them may say what stands where.
         positions = () if "list" in self.kinds & other.kinds else self.positions or other.positions
         classes = self.classes + other.classes
         return ValueType(self.kinds | other.kinds, self.choices + other.choices, element, key, positions, classes)
@@ -120,7 +122,7 @@ class ValueType:
     def __str__(self) -> str:
         kinds = self.kinds or frozenset()
         words = [as_typed(choice) for choice in self.choices]
-        words += [word for found in self.classes for word in _description(found)]
+        words += [word for accepted_class in self.classes for word in _description(accepted_class)]
         words += [_WORDS[kind] for kind in _WORDS if kind in kinds and not (kind == "str" and "duration" in kinds)]
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "anything"
 
@@ -129,16 +131,23 @@ class ValueType:
         kinds, kind = self.kinds, _KINDS.get(type(value), "")
         is_node = isinstance(value, Mapping) and "_target_" in value
         is_unresolved = isinstance(value, str) and ("${" in value or value == MISSING)
+        # The type counts: True and 1 are equal in Python, and are different choices.
         is_choice = any(value == choice and type(value) is type(choice) for choice in self.choices)
         if kinds is None or not kind or is_node or is_unresolved or is_choice:
             return None
+        # A list or text is read as durations; numbers and truth values only to
+        # say in the error what is wrong with them.
         if "duration" in kinds and kind in ({"str", "list", "int", "float", "bool"} - kinds) | {"str", "list"}:
             return _duration_error(value)
         if kind in kinds or (kind == "int" and "float" in kinds):
             return self._element_error(value)
-        if any(_accepts(found, value) for found in self.classes):
+        if any(_accepts(accepted_class, value) for accepted_class in self.classes):
             return None
-        names = [name for found in self.classes for name in [*_members(found), *_member_values(found)]]
+        names = [
+            name
+            for accepted_class in self.classes
+            for name in [*_members(accepted_class), *_member_values(accepted_class)]
+        ]
         near = nearest(str(value), [*map(str, self.choices), *names])
         if kind == "float" and value.is_integer() and "int" in kinds:
             near = f" Write {int(value)}."
@@ -153,13 +162,16 @@ class ValueType:
         """Return a value with the objects that its texts stand for; text that is accepted as text stays text."""
         if isinstance(value, list):
             types = self.positions or [self.element or ANYTHING] * len(value)
+            # Not strict: a wrong number of elements is an error that `error` has reported.
             return [kind.objects(item) for kind, item in zip(types, value, strict=False)]
         if isinstance(value, Mapping) and "_target_" not in value:
             key, element = self.key or ANYTHING, self.element or ANYTHING
             return {key.objects(name): element.objects(item) for name, item in value.items()}
         if self.kinds is None or _KINDS.get(type(value), "") in self.kinds:
             return value
-        return next((made for found in self.classes if (made := _object(found, value)) is not None), value)
+        return next(
+            (made for accepted_class in self.classes if (made := _object(accepted_class, value)) is not None), value
+        )
 
     def _element_error(self, value: Any) -> str | None:
         """Return the error of the first key or element that is not accepted, or of the number of elements."""
@@ -174,7 +186,7 @@ class ValueType:
         else:
             types = self.positions or [element] * len(value)
             errors = [(f"element {i}", kind.error(value[i])) for i, kind in enumerate(types)]
-        return next((f"{place}: {message}" for place, message in errors if message is not None), None)
+        return next((f"{position}: {message}" for position, message in errors if message is not None), None)
 
 
 def _duration_error(value: Any) -> str | None:
@@ -188,40 +200,43 @@ def _duration_error(value: Any) -> str | None:
 ANYTHING = ValueType(None)
 
 
-def _accepts(found: type, value: Any) -> bool:
+def _accepts(kind: type, value: Any) -> bool:
     """Return True if a plain value stands for an object of a class, or if only its constructor can tell."""
-    is_named = issubclass(found, os.PathLike) or bool(_members(found))
-    is_never = isinstance(value, str) or (is_dataclass(found) and isinstance(value, Mapping))
-    return (not is_named and not is_never) or _object(found, value) is not None
+    is_named = issubclass(kind, os.PathLike) or bool(_members(kind))
+    is_never = isinstance(value, str) or (is_dataclass(kind) and isinstance(value, Mapping))
+    return (not is_named and not is_never) or _object(kind, value) is not None
 
 
-def _object(found: type, value: Any) -> Any:
+def _object(kind: type, value: Any) -> Any:
     """Return the object of a class that a plain value stands for; `None` if there is none."""
-    if issubclass(found, Enum):
-        if isinstance(value, str) and value in found.__members__:
-            return found[value]
+    if issubclass(kind, Enum):
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+        # A bool is an int, and would name the member with the value 1.
         with suppress(ValueError):
-            return None if isinstance(value, bool) else found(value)
-    elif isinstance(value, str) and issubclass(found, os.PathLike):
+            return None if isinstance(value, bool) else kind(value)
+    elif isinstance(value, str) and issubclass(kind, os.PathLike):
         return Path(value)
-    elif isinstance(value, str) and found is _of_torch("dtype") and value.removeprefix("torch.") in _members(found):
+    elif isinstance(value, str) and kind is _of_torch("dtype") and value.removeprefix("torch.") in _members(kind):
         return _of_torch(value.removeprefix("torch."))
-    elif isinstance(value, str) and found is _of_torch("device"):
+    elif isinstance(value, str) and kind is _of_torch("device"):
+        # torch raises it for a device that it does not know.
         with suppress(RuntimeError):
-            return found(value)
+            return kind(value)
     return None
 
 
-def _members(found: type) -> list[str]:
+def _members(kind: type) -> list[str]:
     """Return the names of all objects of a class, if it has names for them."""
-    if issubclass(found, Enum):
-        return list(found.__members__)
-    is_dtype = found is _of_torch("dtype")
-    return [name for name, value in vars(sys.modules["torch"]).items() if type(value) is found] if is_dtype else []
+    if issubclass(kind, Enum):
+        return list(kind.__members__)
+    # torch is imported already if an annotation is a dtype; it is not imported for a comparison.
+    is_dtype = kind is _of_torch("dtype")
+    return [name for name, value in vars(sys.modules["torch"]).items() if type(value) is kind] if is_dtype else []
 
 
-def _member_values(found: type) -> list[str]:
-    return [member.value for member in found if isinstance(member.value, str)] if issubclass(found, Enum) else []
+def _member_values(kind: type) -> list[str]:
+    return [member.value for member in kind if isinstance(member.value, str)] if issubclass(kind, Enum) else []
 
 
 def _of_torch(name: str) -> Any:
@@ -229,16 +244,16 @@ def _of_torch(name: str) -> Any:
     return getattr(sys.modules.get("torch"), name, NotImplemented)
 
 
-def _description(found: type) -> list[str]:
-    if issubclass(found, os.PathLike):
+def _description(kind: type) -> list[str]:
+    if issubclass(kind, os.PathLike):
         return ["a path"]
-    if issubclass(found, Enum):
-        return _members(found)
-    if found is _of_torch("dtype"):
+    if issubclass(kind, Enum):
+        return _members(kind)
+    if kind is _of_torch("dtype"):
         return ["a dtype such as bfloat16"]
-    if found is _of_torch("device"):
+    if kind is _of_torch("device"):
         return ["a device such as cuda:0"]
-    return ["a class (by _target_)" if found is type else f"an object of {found.__qualname__} (by _target_)"]
+    return ["a class (by _target_)" if kind is type else f"an object of {kind.__qualname__} (by _target_)"]
 
 
 @dataclass(frozen=True)
@@ -285,6 +300,7 @@ class Signature:
 
     def takes_by_position(self, count: int) -> bool:
         """Return True unless fewer arguments than `count` can be passed by position."""
+        # Binds names only; nothing is called.
         try:
             inspect.signature(self.target).bind_partial(*[None] * count)
         except ValueError:  # a builtin without a signature
@@ -305,19 +321,21 @@ def import_paths(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, node
 
 
+# The jobs of a sweep and the pages of explain ask for the same few targets again and again.
 @cache
 def signature_of(target: str) -> Signature:
     """Return the signature of the class or function at the path `target`; raises TargetError if there is none."""
-    found = imported(target)
-    summary, docs = _documentation(found)
-    constructor = found.__init__ if inspect.isclass(found) else found
+    component = imported(target)
+    summary, docs = _documentation(component)
+    constructor = component.__init__ if inspect.isclass(component) else component
     if getattr(constructor, "__qualname__", "") == "Module.__init__":  # torch's: takes anything, then refuses it
-        return Signature(found, {}, summary=summary)
+        return Signature(component, {}, summary=summary)
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(component)
     except (ValueError, TypeError):  # a builtin without one
-        return Signature(found, {}, accepts_any=True, summary=summary)
-    module = inspect.getmodule(found)
+        return Signature(component, {}, accepts_any=True, summary=summary)
+    module = inspect.getmodule(component)
+    # Annotations may be text. An inherited constructor is in another module, whose names it uses.
     namespace = {**(vars(module) if module else {}), **getattr(inspect.unwrap(constructor), "__globals__", {})}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = {
@@ -326,7 +344,7 @@ def signature_of(target: str) -> Signature:
         if parameter.kind in by_name
     }
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    return Signature(found, parameters, accepts_any, summary)
+    return Signature(component, parameters, accepts_any, summary)
 
 
 def with_objects(node: Any) -> Any:
@@ -358,10 +376,10 @@ def read_docstring(docstring: str) -> tuple[str, dict[str, str]]:
     for line in lines[start:]:
         if line.strip() and not line.startswith(" "):
             break  # the next section
-        found = _DOCUMENTED_ARGUMENT.match(line)
-        if found and (indent is None or len(found[1]) <= indent):
-            indent, name = len(found[1]), found[2].lstrip("*")
-            arguments[name] = found[3].strip()
+        match = _DOCUMENTED_ARGUMENT.match(line)
+        if match and (indent is None or len(match[1]) <= indent):
+            indent, name = len(match[1]), match[2].lstrip("*")
+            arguments[name] = match[3].strip()
         elif name and line.strip():
             arguments[name] = f"{arguments[name]} {line.strip()}".strip()
     return " ".join(paragraph.split()), arguments
@@ -372,22 +390,23 @@ def imported(target: str) -> Any:
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise TargetError(f"{target!r} is not a dotted path such as my_package.my_module.MyClass")
-    length, found = len(parts), None
-    while found is None and length > 1:
+    length, component = len(parts), None
+    # The longest prefix that is a module; what follows are its attributes, such as a nested class.
+    while component is None and length > 1:
         length -= 1
-        found = _module(parts[:length])
-    if found is None:
+        component = _module(parts[:length])
+    if component is None:
         near = nearest(parts[0], [module.name for module in iter_modules([str(Path.cwd())])])
         raise TargetError(f"there is no module '{parts[0]}'.{near} {install_hint(parts[0])}")
     for depth, attribute in enumerate(parts[length:], start=length):
-        if not hasattr(found, attribute):
-            public = [name for name in dir(found) if not name.startswith("_")]
-            public += [below.name for below in iter_modules(getattr(found, "__path__", []))]
+        if not hasattr(component, attribute):
+            public = [name for name in dir(component) if not name.startswith("_")]
+            public += [below.name for below in iter_modules(getattr(component, "__path__", []))]
             raise TargetError(f"{'.'.join(parts[:depth])} has no '{attribute}'.{nearest(attribute, public)}")
-        found = getattr(found, attribute)
-    if not callable(found):
-        raise TargetError(f"{target} is a {type(found).__name__}, not a class or function.")
-    return found
+        component = getattr(component, attribute)
+    if not callable(component):
+        raise TargetError(f"{target} is a {type(component).__name__}, not a class or function.")
+    return component
 
 
 def _module(parts: Sequence[str]) -> Any:
@@ -396,6 +415,7 @@ def _module(parts: Sequence[str]) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
+        # Only the path of the target may be missing; a package that the module imports is another error.
         missing = error.name or name
         if missing == name or name.startswith(f"{missing}."):
             return None
@@ -419,6 +439,7 @@ def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
     """Return the type of an annotation; one that cannot be evaluated accepts anything."""
     if isinstance(annotation, str):
         try:
+            # The code of an annotation, from a module that is imported already.
             return _value_type(eval(annotation, dict(namespace)), namespace)
         except Exception:  # a name that only a type checker imports
             return ANYTHING
@@ -432,18 +453,19 @@ def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
     return _type_of_class(NoneType if annotation is None else origin or annotation, arguments, namespace)
 
 
-def _type_of_class(found: Any, arguments: Sequence[Any], namespace: Mapping[str, Any]) -> ValueType:
+def _type_of_class(annotated: Any, arguments: Sequence[Any], namespace: Mapping[str, Any]) -> ValueType:
     """Return the type of a class with the `arguments` in its brackets; one that is no plain value accepts anything."""
-    kind = _KINDS.get(found)
-    if kind is None and _is_class(found) and not issubclass(found, str):
-        return ValueType(frozenset(), classes=(found,))
+    kind = _KINDS.get(annotated)
+    if kind is None and _is_class(annotated) and not issubclass(annotated, str):
+        return ValueType(frozenset(), classes=(annotated,))
     if kind not in ("list", "dict"):
         return ValueType(frozenset({kind})) if kind else ANYTHING
+    # An unpacked part stands for any number of elements of types that are not looked at.
     types = [ANYTHING if _is_unpacked(part) else _value_type(part, namespace) for part in arguments if part is not ...]
     parts = types or [ANYTHING]
     element = parts[-1] if kind == "dict" else reduce(ValueType.__or__, parts)
     repeats = any(part is ... or _is_unpacked(part) for part in arguments)
-    positions = () if repeats or found is not tuple else tuple(types)
+    positions = () if repeats or annotated is not tuple else tuple(types)
     return ValueType(frozenset({kind}), (), element, parts[0] if kind == "dict" else None, positions)
 
 
@@ -464,14 +486,15 @@ def _classes(annotation: Any, namespace: Mapping[str, Any]) -> tuple[type, ...] 
         return _classes(arguments[0], namespace)
     if origin in (Union, UnionType) or origin in _CONTAINERS:
         parts = [_classes(part, namespace) for part in arguments if part is not ...]
-        own = (origin,) if origin in _CONTAINERS else ()
-        return None if None in parts else own + tuple(kind for part in parts for kind in part or ())
+        container = (origin,) if origin in _CONTAINERS else ()
+        return None if None in parts else container + tuple(kind for part in parts for kind in part or ())
     kind = NoneType if annotation is None else origin or annotation
     return (kind,) if kind is not type and _is_class(kind) else None
 
 
 def _is_class(kind: Any) -> bool:
     """Return True for a class to which not every object with the right methods or keys belongs."""
+    # Private: typing has a public question for protocols from Python 3.13 on only.
     is_structural = is_typeddict(kind) or getattr(kind, "_is_protocol", False)
     accepts_any = kind in (Any, Callable, inspect.Parameter.empty, object)
     return isinstance(kind, type) and not accepts_any and not is_structural
@@ -483,16 +506,18 @@ def _plain(default: Any) -> Any:
     if isinstance(default, os.PathLike):
         return os.fspath(default)
     try:
+        # Through JSON, which makes lists of tuples; what it cannot write, NaN included, is shown as its repr.
         return json.loads(json.dumps(default, allow_nan=False))
     except (TypeError, ValueError):
         return repr(default)
 
 
-def _documentation(found: Any) -> tuple[str, dict[str, str]]:
+def _documentation(component: Any) -> tuple[str, dict[str, str]]:
     """Return the summary and the text of each argument, from a class or else from its bases."""
-    own = vars(found).get("__doc__") if inspect.isclass(found) else found.__doc__
-    summary, arguments = read_docstring(own or "")
-    for base in found.__mro__[:-1] if inspect.isclass(found) else ():
+    docstring_of_class = vars(component).get("__doc__") if inspect.isclass(component) else component.__doc__
+    summary, arguments = read_docstring(docstring_of_class or "")
+    # The nearest class that documents an argument counts; object documents none.
+    for base in component.__mro__[:-1] if inspect.isclass(component) else ():
         for docstring in (base.__doc__, getattr(vars(base).get("__init__"), "__doc__", None)):
             arguments = read_docstring(docstring or "")[1] | arguments
         summary = summary or read_docstring(base.__doc__ or "")[0]

@@ -39,7 +39,9 @@ from trainkit.run_dir.console import printable
 from trainkit.signals import EXIT_CODES
 from trainkit.storage import local_path
 
+# Each job is composed, which takes time: a sweep of thousands would seem to hang.
 _MOST_CHECKED = 200
+# Each job has its number as folder. trainkit logs itself, and writes the config of each run.
 _HYDRA_OVERRIDES = (
     "hydra.sweep.subdir=${hydra.job.num}",
     "hydra.output_subdir=null",
@@ -96,8 +98,9 @@ class SweepObjective:
     def best(self, values: Sequence[float | None]) -> int | None:
         """Return the index of the best value."""
         sign = 1 if self.mode == "min" else -1
-        known = [(sign * value, index) for index, value in enumerate(values) if value is not None]
-        return min(known)[1] if known else None
+        # Of equal values the first job counts, as a tuple with its index is compared.
+        signed_values = [(sign * value, index) for index, value in enumerate(values) if value is not None]
+        return min(signed_values)[1] if signed_values else None
 
 
 def find_objective(tree: Mapping[str, Any]) -> SweepObjective:
@@ -118,18 +121,21 @@ def sweep(arguments: Arguments) -> int:
     plugins = _plugins(arguments.overrides)
     with compose_config(arguments.config_dirs) as composer:
         overrides = Overrides(arguments.overrides, options=composer.options, sweep=True)
+        # With another launcher the jobs run on other machines, whose devices are not known here.
         first = _check_jobs(composer, overrides, local=plugins.get("hydra/launcher", "basic") in _LOCAL_LAUNCHERS)
         objective = find_objective(first.tree)
         folder = local_path(new_run_dir(first), what="run_dir of a sweep")
         if first.tree["run_dir"] is None:
             folder = folder.with_name(f"{folder.name}_sweep")
         deletions = [key for key, _ in overrides.deletions]
+        # In quotes: Hydra's grammar gives a meaning to signs that a path may have.
         lines = [*composer.rendered(overrides, deletions=deletions), f"hydra.sweep.dir='{folder}'", *_HYDRA_OVERRIDES]
         keys = [text.lstrip("+").partition("=")[0] for text in arguments.overrides]
         if plugins.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in keys:
             lines.append(f"hydra.sweeper.direction={'maximize' if objective.mode == 'max' else 'minimize'}")
         try:
             _run_jobs(composer, lines)
+        # After Ctrl-C or a failure too: the jobs that have ended are reported.
         finally:
             outcomes = _outcomes(folder)
             if outcomes:
@@ -187,6 +193,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
 
     The ranks of its strategy have ended when it returns.
     """
+    # A launcher may call this in a process that does not have the working folder on its path.
     make_working_folder_importable()
     if multiprocessing.get_start_method(allow_none=True) == "loky":  # joblib's: ranks of a strategy would hang with it
         multiprocessing.set_start_method("spawn", force=True)
@@ -213,6 +220,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
     except Exception as error:
         print_traceback()
         outcome.exit_code, outcome.exit_reason, outcome.error = 1, "failed", f"{type(error).__name__}: {error}"
+    # On every path: the table is made from these files.
     finally:
         run_dir.mkdir(parents=True, exist_ok=True)
         _write(run_dir / _JOB, asdict(outcome))

@@ -139,14 +139,15 @@ def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> 
         return Problem(path, f"renamed to {RENAMED[path]}.")
     parent, _, name = path.rpartition(".")
     paths = [f"{parent}.{key}" if parent else key for key in valid]
-    known = {*paths, *all_keys}
-    known |= {key.rpartition(".")[0] for key in known}  # sections are meant too
-    near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in known else []
+    all_paths = {*paths, *all_keys}
+    all_paths |= {key.rpartition(".")[0] for key in all_paths}  # sections are meant too
+    near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in all_paths else []
     # The same name in another section is nearer than another name in this one.
-    near = near or [key for key in sorted(known) if key.rpartition(".")[2] == name] or closest(path, paths)
+    near = near or [key for key in sorted(all_paths) if key.rpartition(".")[2] == name] or closest(path, paths)
     if not near:
-        similar = get_close_matches(name, [key.rpartition(".")[2] for key in sorted(known)], n=1, cutoff=0.85)
-        near = [key for key in sorted(known) if key.rpartition(".")[2] in similar]
+        # Stricter than for names of the same place, since it compares with all of them.
+        similar = get_close_matches(name, [key.rpartition(".")[2] for key in sorted(all_paths)], n=1, cutoff=0.85)
+        near = [key for key in sorted(all_paths) if key.rpartition(".")[2] in similar]
     return Problem(path, f"unknown key. {did_you_mean(near) if near else list_choices(paths)}")
 
 
@@ -186,9 +187,11 @@ def closest(name: str, valid: Sequence[str]) -> list[str]:
     def likeness(candidate: str) -> float:
         other = candidate.lower().removeprefix(f"{parent}.")
         ratio = SequenceMatcher(None, last, other).ratio()
+        # A common word brings names near whose letters differ, such as clip_norm and max_grad_norm.
         return ratio + (0.2 if set(last.split("_")) & set(other.split("_")) else 0.0)
 
     best = max(valid, key=likeness, default=None)
+    # 0.6 is what difflib itself takes for similar.
     return [best] if best is not None and likeness(best) >= 0.6 else []
 
 
@@ -207,9 +210,9 @@ def check(
     belongs at its place.
     """
     problems = list(_Check(settings, options, trusted).all(needs_task=needs_task))
-    known = {problem.key for problem in problems}
+    reported_keys = {problem.key for problem in problems}
     combinations = invalid_combinations(settings, check_devices=check_devices)
-    return problems + [problem for problem in combinations if problem.key not in known]
+    return problems + [problem for problem in combinations if problem.key not in reported_keys]
 
 
 class _Check:
@@ -221,12 +224,13 @@ class _Check:
         self._trusted = trusted
         self._kinds = _kinds()
         self._all_keys = list(SECTIONS)
-        places = {section: settings.get(section) for section in ("task", "data", "strategy")}
-        places |= {f"callbacks.{name}": node for name, node in _mapping(settings.get("callbacks")).items()}
-        targets = {place: str(_mapping(node).get("_target_", "")) for place, node in places.items()}
-        for place, target in {"trainer": TRAINER, **targets}.items():
+        nodes = {section: settings.get(section) for section in ("task", "data", "strategy")}
+        nodes |= {f"callbacks.{name}": node for name, node in _mapping(settings.get("callbacks")).items()}
+        targets = {path: str(_mapping(node).get("_target_", "")) for path, node in nodes.items()}
+        for path, target in {"trainer": TRAINER, **targets}.items():
+            # `_walk` reports a target that cannot be imported.
             with suppress(TargetError):
-                self._all_keys += [f"{place}.{name}" for name in config_signature(target).parameters]
+                self._all_keys += [f"{path}.{name}" for name in config_signature(target).parameters]
 
     def all(self, *, needs_task: bool) -> Iterator[Problem]:
         for key in self._settings:
@@ -236,6 +240,7 @@ class _Check:
             wrong = "the recipe's keys are below 'recipe', not at the top"
             yield Problem("recipe", f"{wrong}; make this the first line of its file: # @package _global_")
         yield from self._object("task", required=needs_task)
+        # Without a task the data are not looked at: the task is the first thing to choose.
         if (self._settings.get("task") or {}) != {}:
             yield from self._object("data", required=needs_task)
         yield from self._strategy(self._settings.get("strategy"))
@@ -260,9 +265,11 @@ class _Check:
             remedy = f"type {section}._target_=my_package.MyClass"
             yield Problem(section, f"{node!r} is not a mapping with a _target_; {remedy}")
         elif required:
-            own = "MyTask" if section == "task" else "MyData"
+            class_name = "MyTask" if section == "task" else "MyData"
             recipes = ", ".join(self._options("recipe"))
-            message = f"is missing. Type recipe=NAME ({recipes}), or your own: {section}._target_=my_package.{own}"
+            message = (
+                f"is missing. Type recipe=NAME ({recipes}), or your own: {section}._target_=my_package.{class_name}"
+            )
             yield Problem(section, message, origin="")
 
     def _strategy(self, node: Any) -> Iterator[Problem]:
@@ -323,13 +330,17 @@ class _Check:
         elif node == MISSING:
             yield Problem(path, f"has no value; type {path}=VALUE")
 
-    def _misplaced(self, target: str, found: Any, kinds: tuple[type, ...] | None, *, is_partial: bool) -> str | None:
-        if isinstance(found, type) and kinds is not None and not is_partial and not issubclass(found, kinds):
+    def _misplaced(
+        self, target: str, component: Any, kinds: tuple[type, ...] | None, *, is_partial: bool
+    ) -> str | None:
+        # With _partial_ the node makes a function and no object of the class.
+        if isinstance(component, type) and kinds is not None and not is_partial and not issubclass(component, kinds):
             names = [kind.__name__ for kind in kinds if kind is not type(None)]
             return f"{target} is not a subclass of {' or '.join(names)}."
         if self._trusted is None or target in self._trusted:
             return None
-        is_own = isinstance(found, type) and found.__module__.startswith("trainkit.") and not is_partial
+        # A class alone: a function of trainkit would be called with arguments from a config that is not trusted.
+        is_own = isinstance(component, type) and component.__module__.startswith("trainkit.") and not is_partial
         return None if is_own and kinds is not None else f"{target} is not trusted here. Type --trust to trust it."
 
     def _arguments(self, path: str, node: Mapping[str, Any], signature: Signature, *, of: str) -> Iterator[Problem]:
@@ -364,8 +375,8 @@ def config_signature(target: str) -> Signature:
     signature = signature_of(target)
     if target != TRAINER:
         return signature
-    kept = {name: parameter for name, parameter in signature.parameters.items() if name not in _TRAINER_OBJECTS}
-    return replace(signature, parameters=kept)
+    parameters = {name: parameter for name, parameter in signature.parameters.items() if name not in _TRAINER_OBJECTS}
+    return replace(signature, parameters=parameters)
 
 
 # ---- Combinations
@@ -404,10 +415,10 @@ def _stages(strategy: Mapping[str, Any]) -> Iterator[Problem]:
     per_rank = strategy.get("stages_per_rank")
     if strategy.get("schedule") == "interleaved_1f1b" and _is_count(per_rank):
         stages *= per_rank
-    given = len(points) + 1
-    if given != stages:
-        message = f"{len(points)} split points make {given} stages, not {stages}; name {stages - 1} modules, or set"
-        yield Problem("strategy.split_points", f"{message} strategy.stages={given}")
+    num_parts = len(points) + 1
+    if num_parts != stages:
+        message = f"{len(points)} split points make {num_parts} stages, not {stages}; name {stages - 1} modules, or set"
+        yield Problem("strategy.split_points", f"{message} strategy.stages={num_parts}")
 
 
 def _processes(strategy: Mapping[str, Any]) -> Iterator[Problem]:
@@ -426,6 +437,7 @@ def missing_device(device: str) -> str | None:
         return "device 'mps' exists on macOS only; set strategy.device=cpu"
     if kind != "cuda" or (index and not index.isdigit()):
         return None
+    # Imported here: only CUDA needs it.
     import torch
 
     if not torch.backends.cuda.is_built():
@@ -453,6 +465,7 @@ def _devices(strategy: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("strategy.backend", "'nccl' needs CUDA devices; set strategy.backend=gloo for device=cpu")
     elif backend == "nccl" and num_gpus == 0:
         yield Problem("strategy.backend", "'nccl' needs CUDA devices, but there are none; set strategy.backend=auto")
+    # gloo lets several ranks share a GPU; torchrun's processes are counted elsewhere.
     needs_gpus = device == "cuda" and backend != "gloo" and not _torchrun_processes()
     if needs_gpus and _is_count(devices) and devices > num_gpus:
         yield Problem("strategy.devices", f"{devices} ranks, but there are {num_gpus} CUDA device(s)")
@@ -482,6 +495,7 @@ def _ranks(strategy: Mapping[str, Any]) -> int:
 
 
 def _torchrun_processes() -> int:
+    # torchrun sets both; WORLD_SIZE alone may have another meaning.
     """Return the number of processes that torchrun started, 0 without it."""
     count = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
     return int(count) if count.isdigit() else 0
@@ -492,4 +506,5 @@ def _mapping(node: Any) -> Mapping[str, Any]:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
+    # A bool is an int in Python.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -79,6 +79,7 @@ def split_error(batch_size: int, *, accumulate: int, world_size: int) -> str | N
     """Return the error if a batch cannot be split into `accumulate` equal micro-batches on each rank, else `None`."""
     if batch_size % accumulate == 0 and -(-batch_size // world_size) >= accumulate:  # samples of the largest shard
         return None
+    # Equal micro-batches need a divisor of the global batch, with at least one sample of each for every rank.
     divisors = [n for n in range(1, min(batch_size // world_size, batch_size) + 1) if batch_size % n == 0]
     near = min(divisors, key=lambda n: abs(n - accumulate), default=1)
     size = max(1, batch_size // (accumulate * world_size))

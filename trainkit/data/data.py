@@ -175,6 +175,7 @@ class Data:
         dataset = self.dataset(stage)
         if dataset is None:
             raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
+        # A list of samples is a map-style dataset itself, so only a list of datasets is refused.
         if isinstance(dataset, (list, tuple)) and any(isinstance(one, (DataLoader, Dataset)) for one in dataset):
             raise UserError(
                 f"the {stage} data is a {type(dataset).__name__} of datasets; pass one dataset, or for an evaluation "
@@ -192,9 +193,12 @@ class Data:
         shuffle, drop_last, sampler, size, is_pre_batched = self.shuffle, self.drop_last, None, None, False
         if isinstance(dataset, DataLoader):
             _check_loader(stage, dataset)
+            # With the loader's dataset: a `worker_init_fn` expects it in `get_worker_info`, where the reader's would
+            # be.
             start = partial(start_worker, dataset=dataset.dataset, worker_init_fn=dataset.worker_init_fn)
             source, dataset = dataset, as_iterable(stage, dataset.dataset)
             is_iterable = isinstance(dataset, IterableDataset)
+            # torch gives an iterable dataset a sampler without a meaning.
             sampling = source if is_iterable else _sampling_of(stage, source)
             shuffle = _shuffles(sampling.sampler)
             sampler = None if is_iterable else _custom_sampler(stage, sampling.sampler)
@@ -215,6 +219,8 @@ class Data:
             persistent_workers=self.persistent_workers,
             seed_samples=self.seed_samples,
             start_worker=start,
+            # Lengths and weights have one number for each sample of the training data; evaluations read each sample
+            # once.
             lengths=self.lengths if is_train else None,
             sample_weights=self._weights_of(dataset) if is_train else None,
         )
@@ -233,6 +239,7 @@ class Data:
     def _weights_of(self, dataset: Any) -> Tensor | None:
         if self.balance_classes is False:
             return self.sample_weights
+        # Once, as labels may have to be read from the whole dataset, and this method is called for every check.
         if self._class_weights is None:
             labels = labels_of(dataset) if isinstance(self.balance_classes, bool) else self.balance_classes
             self._class_weights = balanced_weights(labels)
@@ -241,17 +248,20 @@ class Data:
     def _batch_size(self, stage: str, of_loader: int | None) -> int | None:
         if stage != "train" and self.evaluation_batch_size is not None:
             return self.evaluation_batch_size
+        # In evaluations the loader's size counts, as `batch_size` is that of an optimizer step.
         return of_loader if self.batch_size is None or (of_loader and stage != "train") else self.batch_size
 
 
 def _check_loader(stage: str, loader: DataLoader[Any]) -> None:
     """Raise UserError if reading a loader's dataset would drop what it does to batches, or where it stands in them."""
     name = type(loader).__name__
+    # `_get_iterator` is private, and what a subclass overrides to change batches. The Trainer would call neither.
     if not {_defining_module(loader, method) for method in ("__iter__", "_get_iterator")} <= {*_LOADERS}:
         raise UserError(
             f"the {stage} data is a {name}, which makes its batches in an __iter__ of its own; the Trainer reads the "
             "dataset of a DataLoader itself. Put what it does to batches into its collate_fn."
         )
+    # Private, as torchdata has no public way to tell that an epoch has begun, or that a state was loaded.
     iterator: Any = loader._iterator if hasattr(loader, "load_state_dict") else None
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     is_loaded = (
@@ -278,6 +288,7 @@ def _shuffles(sampler: Any) -> bool:
 
 def _is_plain(sampler: Any, name: str) -> bool:
     """Return True for the sampler of torch or torchdata that has this name, and not for a subclass."""
+    # By name, as torchdata need not be installed. A subclass may draw an order of its own.
     return type(sampler).__name__ == name and type(sampler).__module__ in _SAMPLERS
 
 
@@ -295,6 +306,7 @@ def _sampling_of(stage: str, loader: DataLoader[Any]) -> DataLoader[Any] | Batch
 
 def _custom_sampler(stage: str, sampler: Any) -> Sampler[int] | None:
     """Return a loader's sampler if it is custom; `None` for a torch sampler that the strategy's sampler replaces."""
+    # `_num_samples` is private: the public property returns a number in any case.
     plain_random = _is_plain(sampler, "RandomSampler") and not sampler.replacement and sampler._num_samples is None
     if plain_random or isinstance(sampler, SequentialSampler | DistributedSampler):
         return None
@@ -328,6 +340,7 @@ def _check(data: StageData, *, is_pre_batched: bool) -> None:
         )
     if data.sample_weights is not None:
         _check_weights(data, len(data.sample_weights))
+    # Not the machine's cores: a container or SLURM may grant fewer.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if data.num_workers > MAX_WORKERS_PER_CORE * cores:
         raise UserError(
@@ -343,9 +356,10 @@ def _check(data: StageData, *, is_pre_batched: bool) -> None:
                 "torchdata read ahead by themselves."
             )
         if data.num_workers > 1 and (size is None or num_shards_of(data.dataset) is None):
-            whole = "of global batches (batch_size=None)" if size is None else "without several shards"
+            # Two workers would each yield all samples, as only shards divide them.
+            kind = "of global batches (batch_size=None)" if size is None else "without several shards"
             raise UserError(
-                f"the {stage} data is an IterableDataset {whole} with num_workers={data.num_workers}: several workers "
+                f"the {stage} data is an IterableDataset {kind} with num_workers={data.num_workers}: several workers "
                 "would repeat it or change its order. Set num_workers=1 or 0"
                 + (", or define num_shards and shard(num_shards, index)." if size is not None else ".")
             )
@@ -395,23 +409,25 @@ def check_sample_weights(weights: Sequence[float] | Tensor) -> Tensor:
     """Return one float64 weight for each sample; raises UserError unless samples can be drawn by them."""
     try:
         numbers = weights if isinstance(weights, Tensor) else list(weights)
-        known = torch.as_tensor(numbers, dtype=torch.float64, device="cpu").detach()
+        # On the CPU, where orders are computed. In float64: the sum over millions of samples must not lose the small
+        # ones.
+        vector = torch.as_tensor(numbers, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         raise UserError(
             f"sample_weights must be one number for each training sample, got a {type(weights).__name__} that is not "
             "a list of numbers."
         ) from None
-    if known.dim() != 1:
-        raise UserError(f"sample_weights must be one number for each training sample, got shape {tuple(known.shape)}.")
-    wrong = (~torch.isfinite(known) | (known < 0)).nonzero()
+    if vector.dim() != 1:
+        raise UserError(f"sample_weights must be one number for each training sample, got shape {tuple(vector.shape)}.")
+    wrong = (~torch.isfinite(vector) | (vector < 0)).nonzero()
     if len(wrong):
         index = int(wrong[0])
         raise UserError(
-            f"sample_weights must be 0 or more and finite, but that of sample {index} is {float(known[index]):g}."
+            f"sample_weights must be 0 or more and finite, but that of sample {index} is {float(vector[index]):g}."
         )
-    if not bool((known > 0).any()):
+    if not bool((vector > 0).any()):
         raise UserError("sample_weights must be above 0 for at least one sample, but are all 0.")
-    return known
+    return vector
 
 
 def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
@@ -430,16 +446,17 @@ def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
 
 def labels_of(dataset: Any) -> Sequence[Any] | Tensor:
     """Return the class of each sample, if the dataset defines them; raises UserError if it does not."""
-    found = _known_labels(dataset)
-    if found is None:
+    labels = _known_labels(dataset)
+    if labels is None:
         raise UserError(
             f"balance_classes=true needs the class of each sample, which {type(dataset).__name__} does not define; "
             "give it an attribute `targets` or `labels`, or pass Data(balance_classes=[class of each sample])."
         )
-    return found
+    return labels
 
 
 def _known_labels(dataset: Any) -> Sequence[Any] | Tensor | None:
+    # Not for a subclass, which may make its samples of other tensors.
     if type(dataset) is TensorDataset:
         last = dataset.tensors[-1]
         return last if last.dim() == 1 and not last.is_floating_point() else None

@@ -25,6 +25,7 @@ Lengths = list[int | None]
 
 def num_shards_of(dataset: Any) -> int | None:
     """Return the number of shards of an iterable dataset; `None` if it has no `shard` method, or a single shard."""
+    # `n_shards` is the name in older versions of Hugging Face datasets.
     number = getattr(dataset, "num_shards", getattr(dataset, "n_shards", None))
     return number if callable(getattr(dataset, "shard", None)) and isinstance(number, int) and number > 1 else None
 
@@ -34,6 +35,7 @@ def lengths_of_shards(dataset: Any, *, epoch: int) -> Lengths:
     num_shards = num_shards_of(dataset) or 1
     try:
         return [len(open_shard(dataset, num_shards, index, epoch)) for index in range(num_shards)]
+    # A shard without `__len__`, or with that of an abstract class.
     except (TypeError, NotImplementedError):
         return [None] * num_shards
 
@@ -57,6 +59,7 @@ def can_seek(dataset: Any) -> bool:
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
     # That of a shuffle buffer of Hugging Face datasets leaves out the samples in the buffer.
+    # Private, as Hugging Face datasets have no public way to look for a shuffle buffer.
     source = getattr(dataset, "_ex_iterable", None)
     while source is not None:
         if type(source).__name__ == "BufferShuffledExamplesIterable":
@@ -93,6 +96,7 @@ def next_shards(place: Place, count: int, lengths: Lengths) -> tuple[list[int], 
     number, first = place
     while len(shards) < count:
         left = [shard for shard in range(first, len(lengths)) if (length := lengths[shard]) is None or length > number]
+        # A round from its first shard on in which no shard has samples: the epoch is over.
         if not left and first == 0:
             break
         room = count - len(shards)
@@ -108,6 +112,7 @@ def num_readers(num_shards: int, world_size: int, batch_size: int | None) -> int
 
     Rank r reads the shards s = r modulo this number. If it is `world_size`, each sample is read once.
     """
+    # Divides batch_size too, so that each set has equally many samples of a global batch. gcd(n, 0) is n.
     return gcd(num_shards, world_size, batch_size or 0)
 
 
@@ -159,6 +164,7 @@ class ShardChunks(IterableDataset[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         shards = {shard: self._chunks(shard, start) for shard, start in self._starts.items()}
         while shards:
+            # A copy of the items, since shards that end are removed in the loop.
             for shard, chunks in list(shards.items()):
                 chunk = next(chunks)
                 if chunk.is_last:
@@ -173,18 +179,21 @@ class ShardChunks(IterableDataset[Chunk]):
         samples: Iterator[Any] | None = None
         length, is_last = self._lengths[shard], False
         while not is_last:
+            # Chunks begin at fixed samples, so that a resume in a chunk reads it under the same seed.
             number = read // self._chunk_size
             stop = (number + 1) * self._chunk_size
             with _seeded(sample_seed(seed, 0, number) % 2**63), _without_worker_info():
                 samples = iter(dataset) if samples is None else samples
                 chunk = list(islice(samples, stop - read))
                 first, read = read, read + len(chunk)
+                # At the stated length one more sample is asked for: it would be lost if `__len__` is too small.
                 is_last = read < stop or (read == length and not list(islice(samples, 1)))
             if length is not None and (is_last != (read == length)):
                 raise UserError(
                     f"shard {shard} of the {type(self._dataset).__name__} has a length of {length}, but gave "
                     f"{f'only {read}' if read < length else 'more'} samples; correct its __len__, or remove it."
                 )
+            # A copy: the dataset may go on changing the state that it returned.
             state = None if is_last or not seeks else deepcopy(dict(dataset.state_dict()))
             chunk = chunk[max(start.taken - first, 0) :]
             if chunk or is_last:
@@ -210,6 +219,7 @@ def _without_worker_info() -> Iterator[None]:
 
     In a worker, Hugging Face datasets would shuffle in another order.
     """
+    # Private, as torch has no public way to hide it.
     from torch.utils.data._utils import worker
 
     hidden, worker._worker_info = worker._worker_info, None
@@ -241,11 +251,12 @@ class ShardReader:
         self._starts = {shard: [start] for shard, start in starts.items()}  # of the samples not taken yet
         self._chunks: dict[int, Iterator[Chunk]] = {}
         for worker in range(min(max(num_workers, 1), len(starts))):
-            own = self.shards[worker :: max(num_workers, 1)]
-            chunks = ShardChunks(dataset, {shard: starts[shard] for shard in own}, seed=seed, **settings)
+            # Every n-th shard, so that workers have equally many, give or take one.
+            shards = self.shards[worker :: max(num_workers, 1)]
+            chunks = ShardChunks(dataset, {shard: starts[shard] for shard in shards}, seed=seed, **settings)
             # The worker reads one chunk of each of its shards ahead.
-            opened = WorkerIterator(chunks, seed=seed, ahead=len(own), start=start) if num_workers else iter(chunks)
-            self._chunks.update(dict.fromkeys(own, opened))
+            opened = WorkerIterator(chunks, seed=seed, ahead=len(shards), start=start) if num_workers else iter(chunks)
+            self._chunks.update(dict.fromkeys(shards, opened))
 
     def fill(self, shard: int, count: int) -> bool:
         """Read until `count` samples of a shard can be taken; return False if it ends before."""
@@ -266,6 +277,7 @@ class ShardReader:
     def start_after(self, shard: int, taken: int) -> ShardStart:
         """Return where to begin to read a shard of which `taken` samples are taken."""
         starts = self._starts[shard]
+        # The last position before the samples that are not taken: what was read ahead is read again after a resume.
         while len(starts) > 1 and starts[1].read <= taken:
             del starts[0]
         return starts[0]._replace(taken=taken)
@@ -324,6 +336,8 @@ class ShardedSamples:
         self._kept = slice(comm.rank // readers, None, comm.world_size // readers)  # of the samples of these shards
         self._place = Place(0, 0)
         self._lengths = lengths_of_shards(dataset, epoch=epoch)
+        # The same on every rank, as lengths are: all enter the exchange or none, or they would wait for each other
+        # forever.
         self._exchanges = readers > 1 and None in self._lengths
         settings: dict[str, Any] = {"lengths": list(self._lengths), "chunk_size": -(-batch_size // num_shards)}
         states: Mapping[int, tuple[int, dict[str, Any]]] = {}
@@ -332,6 +346,7 @@ class ShardedSamples:
         starts = {}
         for shard in self._own:
             taken = self._place.taken(shard, self._lengths)
+            # A shard that has ended is not opened again.
             if taken != self._lengths[shard]:
                 starts[shard] = ShardStart(taken, *states.get(shard, (0, None)))
         settings |= {"num_workers": num_workers, "start": start, "seed": seed, "epoch": epoch}
@@ -340,15 +355,17 @@ class ShardedSamples:
     def take(self, count: int) -> Taken:
         """Return this rank's samples among the next `count` of all; collective."""
         while True:
-            shards, place = next_shards(self._place, count, self._lengths)
-            own = [shard for shard in shards if shard in self._own]
-            for shard, needed in Counter(own).items():
+            shards, next_place = next_shards(self._place, count, self._lengths)
+            # A shard that ends early changes the order of what follows, on all ranks, so it is made again with its
+            # length.
+            local_shards = [shard for shard in shards if shard in self._own]
+            for shard, needed in Counter(local_shards).items():
                 self._reader.fill(shard, needed)
             if not self._learn_lengths():
                 break
-        self._place, readers = place, self._own.step
+        self._place, readers = next_place, self._own.step
         is_even = all((index - shard) % readers == 0 for index, shard in enumerate(shards))
-        return Taken([self._reader.take(shard) for shard in own][self._kept], len(shards), is_even)
+        return Taken([self._reader.take(shard) for shard in local_shards][self._kept], len(shards), is_even)
 
     @property
     def can_seek(self) -> bool:
@@ -357,12 +374,13 @@ class ShardedSamples:
 
     def _learn_lengths(self) -> bool:
         """Return True if any rank has found the end of a shard."""
-        found = {shard: length for shard, length in self._reader.ended.items() if self._lengths[shard] is None}
-        for of_rank in self._comm.all_gather_object(found) if self._exchanges and None in self._lengths else [found]:
-            found.update(of_rank)
-        for shard, length in found.items():
+        ended = {shard: length for shard, length in self._reader.ended.items() if self._lengths[shard] is None}
+        # Every rank gets the same lengths, and so makes the same order.
+        for of_rank in self._comm.all_gather_object(ended) if self._exchanges and None in self._lengths else [ended]:
+            ended.update(of_rank)
+        for shard, length in ended.items():
             self._lengths[shard] = length
-        return bool(found)
+        return bool(ended)
 
     def state(self) -> dict[str, Any]:
         """Return the place, and the states of the shards that this rank reads."""

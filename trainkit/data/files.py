@@ -56,22 +56,22 @@ class Files(IterableDataset[dict[str, Any]]):
         if isinstance(shuffle_buffer, bool) or not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
             raise UserError(f"shuffle_buffer must be a whole number of rows, 0 or more, got {shuffle_buffer!r}.")
         pattern = isinstance(paths, (str, Path))
-        found = _matching(paths) if isinstance(paths, (str, Path)) else [str(path) for path in paths]
-        if not found:
+        files = _matching(paths) if isinstance(paths, (str, Path)) else [str(path) for path in paths]
+        if not files:
             raise UserError(f"Files: no file matches {str(paths)!r}." if pattern else "Files: there are no paths.")
-        for path in found:
+        for path in files:
             if is_url(path):
                 file_system(path)  # refuses an unknown scheme
             if not path.endswith((".parquet", *JSONL_ENDINGS)):
                 raise UserError(f"Files: {path} ends with none of .parquet, {', '.join(JSONL_ENDINGS)}.")
-        if any(path.endswith(".parquet") for path in found):
+        if any(path.endswith(".parquet") for path in files):
             _pyarrow_parquet()
-        self.paths = found
+        self.paths = files
         self.columns = None if columns is None else list(columns)
         self.shuffle_buffer = shuffle_buffer
         self.seed = seed
         self._epoch = 0
-        self._selected = list(range(len(found)))  # files of this shard
+        self._selected = list(range(len(files)))  # files of this shard
         self._lengths: dict[int, int] = {}  # rows of the files counted so far; the same object in all shards
         self._start = self._position = 0
 
@@ -82,6 +82,7 @@ class Files(IterableDataset[dict[str, Any]]):
 
     def shard(self, num_shards: int, index: int) -> Files:
         """Return every `num_shards`-th file from file `index` on, in the order of the epoch."""
+        # Shallow: shards share the table of lengths, so that no file is counted twice.
         shard = copy(self)
         shard._selected = self._order()[index::num_shards]
         shard._start = shard._position = 0
@@ -91,9 +92,11 @@ class Files(IterableDataset[dict[str, Any]]):
         return sum(map(self._length, self._selected))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        # A loaded position counts for one iteration; the next epoch begins at the first row.
         self._position, self._start = self._start, 0
         skipped = self._position
         for number in self._order():
+            # Files before the position are not opened if their length is known.
             if skipped and skipped >= self._length(number):
                 skipped -= self._length(number)
                 continue
@@ -137,6 +140,7 @@ class Files(IterableDataset[dict[str, Any]]):
         if not size:
             yield from read(path, first)
             return
+        # From the beginning of a block on, since a block is shuffled as a whole: a resume must have the same order.
         rows, seed = iter(read(path, first - first % size)), sample_seed(self.seed, self._epoch, number)
         for block in range(first // size, -(-self._length(number) // size)):
             held = list(islice(rows, size))
@@ -157,6 +161,7 @@ class Files(IterableDataset[dict[str, Any]]):
     def _parquet_rows(self, path: str, first: int) -> Iterable[dict[str, Any]]:
         with _opened(path) as content, _pyarrow_parquet().ParquetFile(content) as file:
             group = 0
+            # Row groups before the position are not decoded.
             while group < file.num_row_groups and first >= file.metadata.row_group(group).num_rows:
                 first -= file.metadata.row_group(group).num_rows
                 group += 1
@@ -167,6 +172,7 @@ class Files(IterableDataset[dict[str, Any]]):
 
 
 def _permutation(count: int, seed: int, number: int) -> list[int]:
+    # A separate generator, so that the run's random numbers do not depend on how files are read.
     generator = torch.Generator().manual_seed(sample_seed(seed, number, count))
     order: list[int] = torch.randperm(count, generator=generator).tolist()
     return order
@@ -181,10 +187,11 @@ def _lines(path: str) -> Iterator[bytes]:
 def _matching(pattern: str | Path) -> list[str]:
     """Return the files that match a pattern, sorted by name; those of a store as URLs."""
     if not is_url(pattern):
+        # Sorted, as file systems list in different orders, and all ranks need the same one.
         return sorted(glob(str(pattern), recursive=True))
     fs, path = file_system(check_url(pattern))
     with store_errors(f"Files: {pattern} cannot be listed"):
-        return sorted(str(fs.unstrip_protocol(found)) for found in fs.glob(path))
+        return sorted(str(fs.unstrip_protocol(file)) for file in fs.glob(path))
 
 
 @contextmanager
@@ -194,6 +201,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         with open(path, "rb") as file:
             yield file
         return
+    # Opened by the process that reads: connections of a store do not survive a fork.
     fs, inside = file_system(path)
     with fs.open(inside, "rb") as file:
         yield file

@@ -33,6 +33,7 @@ class CombinedDataset(Dataset[Any]):
         self.lengths = [len(dataset) for dataset in self._members]
         self._ends = list(accumulate(self.lengths))
         self._seeded = [get_sample_of(dataset) for dataset in self._members]
+        # Only then: a reader that finds the attribute calls it in place of `__getitem__`.
         if any(self._seeded):
             self.get_sample = self._get_sample
 
@@ -126,6 +127,7 @@ class MixtureOrder:
         self._lengths, self._counts = lengths, counts
         self._places = GlobalOrder(self.num_samples, seed=seed, shuffle=not in_sequence)
         self._orders = [  # datasets of equal length have different orders
+            # Below 2**62, since a GlobalOrder adds the epoch to its seed.
             GlobalOrder(length, seed=sample_seed(seed, 0, number) % 2**62, shuffle=shuffle)
             for number, length in enumerate(lengths)
         ]
@@ -139,6 +141,7 @@ class MixtureOrder:
             first = self._first_places[number]
             mine = (places >= first) & (places < first + count)
             if bool(mine.any()):
+                # So that a pass over the dataset continues in the next epoch, where this one has ended.
                 draws = places[mine] - first + epoch * count  # counted over all epochs
                 indices[mine] = self._drawn(number, draws) + self._first_indices[number]
         return indices
@@ -150,6 +153,7 @@ class MixtureOrder:
         samples = torch.empty_like(draws)
         for number_of_pass in passes.unique().tolist():
             mine = passes == number_of_pass
+            # Only the span that is needed: a full permutation for each pass of a small slice would cost its length.
             low, high = int(positions[mine].min()), int(positions[mine].max())
             samples[mine] = order.slice(number_of_pass, low, high + 1)[positions[mine] - low]
         return samples
@@ -159,6 +163,7 @@ def _apportion(weights: Sequence[float], total: int) -> list[int]:
     """Return integers with a given sum, in proportion to the weights (largest remainder)."""
     exact = [weight / sum(weights) * total for weight in weights]
     counts = [int(value) for value in exact]
+    # `sorted` is stable: equal remainders go to the first datasets, on every rank.
     by_remainder = sorted(range(len(exact)), key=lambda number: counts[number] - exact[number])
     for number in by_remainder[: total - sum(counts)]:
         counts[number] += 1

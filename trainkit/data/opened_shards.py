@@ -69,6 +69,7 @@ class Shards(IterableDataset[Any]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        # Seed 0: only an iteration without a Trainer is here, which opens each shard itself.
         settings: dict[str, Any] = {"lengths": [None] * self.num_shards, "seed": 0, "epoch": self._epoch}
         for shard in range(self.num_shards):
             for chunk in ShardChunks(self, {shard: ShardStart()}, chunk_size=_CHUNK, **settings):
@@ -143,6 +144,7 @@ class _StatefulIterators(IterableDataset[Any]):
         self._saved: dict[str, Any] = {}  # for the next iterator
 
     def __iter__(self) -> Iterator[Any]:
+        # A loaded state counts for one iterator; the next epoch begins at the first sample.
         self._iterator, saved, self._saved = iter(self._dataset), self._saved, {}
         if saved:
             self._iterator.load_state_dict(saved)
@@ -168,6 +170,7 @@ def with_state(dataset: Any) -> Any:
 def with_shards(stage: str, dataset: Any, *, is_pre_batched: bool) -> Any:
     """Return a dataset of webdataset as `Shards`, any other as it is; raises UserError if it cannot be divided."""
     what = f"the {stage} data is a {type(dataset).__name__} of"
+    # Private, as Hugging Face datasets have no public name for it.
     divided = getattr(dataset, "_distributed", None)
     if (
         _is_a(dataset, "datasets.iterable_dataset", "IterableDataset")
@@ -195,9 +198,9 @@ def _is_webdataset(dataset: Any) -> bool:
     return _is_a(dataset, "webdataset.pipeline", "DataPipeline")
 
 
-def _is_a(one: Any, module: str, name: str) -> bool:
+def _is_a(value: Any, module: str, name: str) -> bool:
     """Return True if an object is of a class that is named by its module, which need not be installed."""
-    return any((kind.__module__, kind.__name__) == (module, name) for kind in type(one).__mro__)
+    return any((kind.__module__, kind.__name__) == (module, name) for kind in type(value).__mro__)
 
 
 def _webdataset_shards(what: str, dataset: Any, is_pre_batched: bool) -> Shards:
@@ -214,7 +217,7 @@ def _webdataset_shards(what: str, dataset: Any, is_pre_batched: bool) -> Shards:
             f"{what} with with_epoch(...) or repeat(...); remove it: an epoch has each sample once, "
             "Trainer(max_duration=...) counts epochs or steps, and Trainer(limit_train_batches=...) limits an epoch."
         )
-    functions = {_function_of(one) for one in stages}
+    functions = {_function_of(stage) for stage in stages}
     if is_pre_batched or _BATCHED in functions:
         raise UserError(
             f"{what} that makes batches; remove batched(...) and listed(...), and pass the dataset with "
@@ -225,9 +228,11 @@ def _webdataset_shards(what: str, dataset: Any, is_pre_batched: bool) -> Shards:
             f"{what} with slice(...), which counts the samples of all shards; remove it, and limit an epoch by "
             "Trainer(limit_train_batches=...)."
         )
-    kept = [one for one in stages if getattr(one, "__name__", "") not in _WEBDATASET_WHOLE]
+    # ShardedSamples divides the shards: with the pipeline's own division some would be read by nobody.
+    stages_of_shard = [stage for stage in stages if getattr(stage, "__name__", "") not in _WEBDATASET_WHOLE]
     groups = [source.urls[first::_MOST_OPEN] for first in range(min(len(source.urls), _MOST_OPEN))]
-    return Shards(partial(_WebDatasetShard, dataset.invoke, kept), groups)
+    # `invoke` is the pipeline's way to apply a stage, also one that is a class or a partial function.
+    return Shards(partial(_WebDatasetShard, dataset.invoke, stages_of_shard), groups)
 
 
 def _function_of(stage: Any) -> str:
@@ -248,8 +253,10 @@ class _WebDatasetShard(IterableDataset[Any]):
     def _apply(self, samples: Any, stage: Any) -> Any:
         if type(stage).__name__ == "detshuffle":  # it counts its epochs by itself
             stage = copy(stage)
+            # From python's generator, which is seeded by seed, epoch and shard while a shard is read.
             stage.seed, stage.epoch = random.getrandbits(32), 0
         if _function_of(stage) == _SHUFFLE:
+            # Without its own seed and generator: they would shuffle in another order after a resume.
             settings = {name: value for name, value in stage.kw.items() if name != "seed"}
             return stage.f(samples, *stage.args[:2], **(settings | {"rng": random}))
         return self._invoke(stage, samples)

@@ -18,10 +18,10 @@ from trainkit.rng import preserve_rng, seed_everything
 
 _COMPARED = 1000
 """Indices of an epoch that are compared, to check that all ranks have the same order."""
-_BLOCK = 1 << 14
+_BLOCK = 1 << 14  # positions that are computed and kept together
 _ROUNDS = 6  # 4 pass every randomness test that we know, at ten million samples and more
 _ROUNDS_OF_SMALL = 24  # a shift among few rows or columns scatters little
-_SMALL = 1 << 16
+_SMALL = 1 << 16  # positions: up to here _ROUNDS_OF_SMALL
 _WORD = 0xFFFFFFFF
 _LONG_WORD = 0xFFFFFFFFFFFFFFFF
 
@@ -93,6 +93,8 @@ class GlobalOrder:
         cached = self._cached
         if cached is None or cached[0] != epoch:
             self._cached = None  # never two permutations in memory
+            # The seed of DistributedSampler. A separate generator, so that the order draws nothing from the run's. On
+            # the CPU also where torch.set_default_device chose a GPU, which has other permutations.
             generator = torch.Generator().manual_seed(self.seed + epoch)
             cached = self._cached = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
         # A copy: a view sent to a worker process would take the whole permutation with it.
@@ -121,11 +123,11 @@ class WeightedOrder:
     """
 
     def __init__(self, weights: Tensor | Sequence[float], num_samples: int, *, seed: int) -> None:
-        known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+        tensor = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
         _check(num_samples, seed)
         self.num_samples, self.seed = num_samples, seed
-        self._cumulated = (known / known.max()).cumsum(0)  # (samples); the division keeps huge weights finite
-        self._last = int(known.nonzero()[-1])
+        self._cumulated = (tensor / tensor.max()).cumsum(0)  # (samples); the division keeps huge weights finite
+        self._last = int(tensor.nonzero()[-1])
         self._drawn = _BlockCache(self._draw, num_samples)
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
@@ -134,6 +136,7 @@ class WeightedOrder:
 
     def _draw(self, epoch: int, positions: Tensor) -> Tensor:
         uniform = _uniform(positions, _key(self.seed, epoch, 0), _key(self.seed, epoch, 1))
+        # `right`: a number that equals a sum belongs to the next sample, so that one of weight zero is never drawn.
         drawn = torch.searchsorted(self._cumulated, uniform * self._cumulated[-1], right=True)
         return drawn.clamp_(max=self._last)  # rounding may reach the sum itself
 
@@ -183,8 +186,10 @@ class LengthGroupedOrder:
         # Stable: samples of one length stay in their random order.
         samples = samples[torch.argsort(self._lengths[samples], stable=True)]
         batches = list(samples.split(self._batch_size))
+        # The short batch stays the last: in between, all later batches would begin at other positions.
         short = [batches.pop()] if len(batches[-1]) < self._batch_size else []
         if self._shuffle and batches:
+            # By the group, so that any group can be made alone, after a resume or on another rank.
             generator = torch.Generator().manual_seed(sample_seed(self._seed, epoch, number) % 2**63)
             batches = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
         group = torch.cat([*batches, *short])
@@ -203,6 +208,7 @@ class SamplerOrder:
         self._sampler, self._seed = sampler, seed
         self._epoch = -1
         self._indices = torch.empty(0, dtype=torch.int64)
+        # A sampler's order cannot be computed by position, so an epoch of it is kept.
         self.num_samples = len(sampler)  # type: ignore[arg-type] # checked where the loader is read
 
     def slice(self, epoch: int, start: int, stop: int, step: int = 1) -> Tensor:
@@ -252,6 +258,7 @@ class SamplerOrder:
         generator = getattr(self._sampler, "generator", None)
         with preserve_rng():
             seed_everything(seed)
+            # It is not one of the global generators, which alone `seed_everything` seeds and `preserve_rng` restores.
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             yield iter(self._sampler)
@@ -334,8 +341,10 @@ def _feistel(positions: Tensor, rows: int, columns: int, keys: list[tuple[int, i
     row = torch.div(positions, columns, rounding_mode="trunc")
     column = positions - row * columns
     for key in keys:
+        # A multiplication and a shift map 32 random bits to [0, rows) without a division.
         shift = _hash(column, key).mul_(rows).bitwise_right_shift_(32)
         row.add_(shift)
+        # One subtraction, as the sum is below 2 * rows: a remainder would cost more.
         row.sub_((row >= rows).mul(rows))
         row, column, rows, columns = column, row, columns, rows
     if len(keys) % 2:
@@ -354,6 +363,7 @@ def _uniform(positions: Tensor, *keys: tuple[int, int]) -> Tensor:
 
 def _hash(words: Tensor, key: tuple[int, int]) -> Tensor:
     """Return 32 bits for each 32-bit word; multiplications by odd numbers below 2**31, so int64 never overflows."""
+    # The multipliers are those of hash-prospector, a search for 32-bit hashes with little bias.
     mixed = words ^ key[0]
     mixed.bitwise_xor_(mixed >> 16).mul_(0x21F0AAAD).bitwise_and_(_WORD)
     mixed.bitwise_xor_(mixed >> 15).bitwise_xor_(key[1]).mul_(0x735A2D97).bitwise_and_(_WORD)

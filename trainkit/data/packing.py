@@ -35,13 +35,13 @@ class Packed(Dataset[dict[str, Tensor]]):
     def __init__(self, dataset: Any, length: int, *, lengths: Sequence[int] | None = None, padding: int = 0) -> None:
         if length < 1:
             raise UserError(f"Packed: length must be at least 1 token, got {length}.")
-        known = lengths if lengths is not None else [len(_columns(dataset[index])[0]) for index in range(len(dataset))]
-        if len(known) != len(dataset):
-            raise UserError(f"Packed: {len(known)} lengths are given for {len(dataset)} sequences.")
+        sizes = lengths if lengths is not None else [len(_columns(dataset[index])[0]) for index in range(len(dataset))]
+        if len(sizes) != len(dataset):
+            raise UserError(f"Packed: {len(sizes)} lengths are given for {len(dataset)} sequences.")
         self.dataset = dataset
         self.length = length
         self.padding = padding
-        self.rows = pack([min(int(one), length) for one in known], length)
+        self.rows = pack([min(int(size), length) for size in sizes], length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -71,10 +71,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    # Ties by index, so that all ranks make the same rows.
     for index in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        place = bisect_left(room, (lengths[index], -1))
-        if place < len(room):
-            free, row = room.pop(place)
+        # -1 is less than any row: this is the first entry with at least as much room, the best fit.
+        position = bisect_left(room, (lengths[index], -1))
+        if position < len(room):
+            free, row = room.pop(position)
         else:
             free, row = capacity, len(rows)
             rows.append([])

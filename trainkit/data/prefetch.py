@@ -25,6 +25,7 @@ def prefetched(
     def copied(step_batch: StepBatch | None) -> StepBatch | None:
         if step_batch is None:
             return None
+        # A copy from memory that is not pinned would make the host wait for it.
         if pin_memory:
             step_batch = _moved(step_batch, _pinned)
         with torch.cuda.stream(copy_stream):
@@ -33,11 +34,13 @@ def prefetched(
     ahead = copied(next(step_batches, None))
     while ahead is not None:
         compute_stream = torch.cuda.current_stream(device)
+        # The device waits for the copy, not the host.
         compute_stream.wait_stream(copy_stream)
         for micro_batch in ahead.micro_batches:
             for tensor in tensors_in(micro_batch.batch):
                 # The allocator must not reuse this memory for a copy while the compute stream still reads it.
                 tensor.record_stream(compute_stream)
+        # The next copy starts before the current batch is computed, so that both overlap.
         current, ahead = ahead, copied(next(step_batches, None))
         yield current
 

@@ -21,12 +21,15 @@ def prepare_folder(folder: Path, *, make: Callable[[Path], None]) -> None:
         make: Fills the empty folder that it is given, which is then renamed to `folder`.
 
     """
+    # Without the lock: an existing folder is complete, since it got its name at the end.
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(folder.with_name(f".{folder.name}.lock")):
+        # Again under the lock: another process may have made it while this one waited.
         if folder.exists():
             return
+        # A random name: on a file system without locks several processes are here at once.
         part = folder.with_name(f"{folder.name}.part_{uuid4().hex[:8]}")
         part.mkdir()
         try:

@@ -50,6 +50,7 @@ def make_reader(dataset: Any, collate_fn: Collate, *, seed: int = 0, seed_sample
     A dataset's `get_sample` is preferred to its `__getitems__`, and that to its `__getitem__`. `seed` is the run's.
     """
     if collate_fn is default_collate and get_sample_of(dataset) is None:
+        # Not for a subclass, which may define `__getitem__`.
         if type(dataset) is TensorDataset:
             return partial(read_rows, dataset.tensors, None)
         if type(dataset) is Subset and type(dataset.dataset) is TensorDataset:
@@ -118,6 +119,7 @@ class SampleReader:
     def _samples(self, indices: list[int], numbers: list[int], epoch: int) -> Any:
         is_drawing = bool(self._draws.drawn)
         if self._getitems is not None and not (is_drawing and self._gives_samples):
+            # One seed for the batch, as a `__getitems__` reads it at once; replaced by single samples if it draws.
             self._draws.seed(sample_seed(self._seed, epoch, numbers[0]))
             samples = self._getitems(indices)
             self._gives_samples = isinstance(samples, Sequence) and len(samples) == len(indices)
@@ -161,6 +163,7 @@ def collate(collate_fn: Collate, samples: list[Any]) -> Any:
     try:
         return collate_fn(samples)
     except (RuntimeError, TypeError) as error:
+        # By words of its messages: torch has no exception type for them.
         if collate_fn is not default_collate or not any(word in str(error) for word in ("equal size", "collate")):
             raise
         raise UserError(
@@ -176,6 +179,8 @@ def start_worker(number: int, *, dataset: Any = None, worker_init_fn: StartWorke
     if worker_init_fn is not None:
         info = get_worker_info()
         assert info is not None  # in a worker
+        # Private, as torch has no public way to change it. The worker's own dataset has requests, not the user's
+        # samples.
         worker._worker_info = worker.WorkerInfo(
             id=number, num_workers=info.num_workers, seed=info.seed, dataset=dataset
         )
@@ -249,6 +254,7 @@ class _RequestDataset(Dataset[Any]):
         self._reader = reader
 
     def __getitems__(self, request: Request) -> Any:
+        # In the worker: its generators are used for nothing else, and each request begins with its own seed.
         seed_everything(request.seed)
         return self._reader(request.indices, request.epoch)
 
@@ -295,6 +301,7 @@ class WorkerIterator(Iterator[Any]):
             prefetch_factor=ahead,
             collate_fn=_no_collate,
             worker_init_fn=start,
+            # The loader draws the base seed of its worker from this generator, and nothing from the run's.
             generator=torch.Generator().manual_seed(seed),
         )
         self._items = _WorkerItems(loader)  # starts the worker, with the dataset as it is now
@@ -336,6 +343,7 @@ class _WorkerItems(Iterator[Any]):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         _check_open_files(loader.num_workers)
+        # In a list, which the finalizer can clear without holding this object.
         self._iterator = [iter(loader)]
         finalize(self, self._iterator.clear).atexit = False  # it holds the list: no cycle has the queues alone
 

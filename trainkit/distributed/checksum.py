@@ -34,6 +34,7 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     with torch.no_grad():
         for part in (part for tensor in tensors for part in dense_parts(tensor.detach())):
+            # The conjugate bit is not in the memory: without `resolve_conj`, equal values would have different bits.
             flat = (torch.view_as_real(part.resolve_conj()) if part.is_complex() else part).reshape(-1)
             if part.is_meta:
                 continue
@@ -44,13 +45,16 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
         for joined in small.values():
             sums += _bit_sums(torch.cat(joined))
         device = sums[-1].device
-        return torch.remainder(torch.stack([each.to(device, non_blocking=True) for each in sums]).sum(), _MODULUS)
+        # Moved without a wait: a checksum is computed in the step, where nothing waits for the device.
+        return torch.remainder(torch.stack([bit_sum.to(device, non_blocking=True) for bit_sum in sums]).sum(), _MODULUS)
 
 
 def _bit_sums(flat: Tensor) -> list[Tensor]:
     """Return sums of the bits of a contiguous tensor, read as integers of 64 bits as far as possible: it is faster."""
+    # A view as int64 must begin at a multiple of 8 bytes, or torch refuses it.
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
+    # Integer sums wrap around, so that they are exact and do not depend on the order in which a kernel adds.
     words = flat.numel() - flat.numel() % (8 // flat.itemsize)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
     return [flat[:words].view(torch.int64).sum(), flat[words:].view(narrow).sum()]

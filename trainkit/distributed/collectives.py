@@ -149,12 +149,15 @@ class ProcessGroupCollectives(Collectives):
         """Return the collectives of `group` with a new failure store and consensus; collective."""
         comm = cls(group, device=device, timeout_seconds=timeout_seconds, step=step)
         if group.size() > 1:
+            # NCCL alone has no backend for the host: then each check waits for the device.
             comm.consensus = StopConsensus(group, device=torch.device("cpu") if has_host_backend(group) else device)
+            # Rank 0's token on every rank: without it, keys that an earlier store of the group left would be read.
             tokens, hosts = zip(*gather((secrets.token_hex(8), this_host(group)), group), strict=True)
             comm.failure_store = FailureStore(group, token=tokens[0], hosts=hosts)
         return comm
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+        # A copy: torch reduces in place, and the caller still needs its local value; detached from its graph.
         return self.reduce_in_place(tensor.detach().clone(), op, where="an all_reduce")
 
     def reduce_in_place(self, tensor: Tensor, op: ReduceOp = "sum", *, where: str) -> Tensor:
@@ -170,6 +173,7 @@ class ProcessGroupCollectives(Collectives):
     def gather_object(self, value: T) -> list[T]:
         gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         with self.waiting(self.after("a gather")):
+            # torch expects the number in the default group, which differs from rank 0 of a subgroup.
             dist.gather_object(value, gathered, dist.get_global_rank(self.group, 0), group=self.group)
         return gathered or []
 
@@ -197,7 +201,8 @@ class ProcessGroupCollectives(Collectives):
     def should_stop(self, requested: bool, *, seconds: float = 0.0) -> bool:
         if self.consensus is None:
             return requested
-        try:  # in every step: a context manager would cost as much as the check
+        # In every step: a context manager would cost as much as the check.
+        try:
             return self.consensus.after_step(requested, seconds=seconds)
         except RuntimeError as error:
             self._explain(error, self.after("the stop check"))
@@ -206,18 +211,22 @@ class ProcessGroupCollectives(Collectives):
     def should_stop_now(self, requested: bool) -> bool:
         if self.consensus is None:
             return requested
+        # The strategy may have set a comparison in shared memory, which is faster inside a host.
         return (self.consensus.any_rank or self.any_rank)(requested)
 
     def all_reduce_metrics(
         self, sums: Mapping[str, Tensor], *, device: torch.device, dtype: torch.dtype
     ) -> tuple[list[str], Tensor]:
+        # The rows have no names, so that a log point sends one tensor; the last row is the flag of `_packed`.
         packed = self.reduce_in_place(self._packed(sums, device, dtype), where="the sum of metrics")
         if packed[-1, 0].item():  # a rank has a new name: exchange names and reduce again
-            known = set(self._names)
+            known_names = set(self._names)
             for names in self.all_gather_object(sorted(sums)):
-                self._names += [name for name in names if name not in known]
-                known.update(names)
+                # In the order of the gathered lists, which is the same on every rank: rows are summed by position.
+                self._names += [name for name in names if name not in known_names]
+                known_names.update(names)
             packed = self.reduce_in_place(self._packed(sums, device, dtype), where="the sum of metrics")
+        # Without a weight, no rank has measured the name since the last call.
         present = [index for index, (_, weight) in enumerate(packed[:-1].tolist()) if weight]
         return [self._names[index] for index in present], packed[present]
 
@@ -226,11 +235,13 @@ class ProcessGroupCollectives(Collectives):
         for index, name in enumerate(self._names):
             if name in sums:
                 packed[index] = sums[name]
+        # Summed over ranks: above zero if any rank has a name that the others do not expect.
         packed[-1, 0] = float(any(name not in self._names for name in sums))
         return packed
 
     def gather_predictions(self, outputs: list[Any]) -> list[Any]:
         gathered = self.gather_object(concatenate(outputs) if outputs else None)
+        # A rank is empty only if there are fewer samples than ranks: then each of the others has one row, in order.
         parts = [part for part in gathered if part is not None]
         return [interleave(parts)] if parts else []
 
@@ -241,6 +252,7 @@ class ProcessGroupCollectives(Collectives):
         """Raise RankError if a collective in this block breaks or times out; it names `where` and the root cause."""
         try:
             yield
+        # gloo and NCCL raise RuntimeError for a dead peer as for a wrong shape; `_explain` leaves the latter as it is.
         except RuntimeError as error:
             self._explain(error, where)
             raise
@@ -253,6 +265,7 @@ class ProcessGroupCollectives(Collectives):
         """Raise RankError instead of an error that does not name the root cause."""
         if self.failure_store is None or isinstance(error, RankError) or not is_lost(error):
             return
+        # `from None`: the backend's error names a socket, and would be shown before the rank that failed.
         raise self.failure_store.broken(error, where=where, seconds=self.timeout_seconds) from None
 
 
@@ -282,11 +295,13 @@ class StopConsensus:
 
     def after_step(self, requested: bool, *, seconds: float = 0.0) -> bool:
         """Return True if any rank had requested to stop at the last check; the same on every rank."""
+        # Every rank counts the same steps, so the checks, which are collectives, meet without a message.
         step, self._step = self._step, self._step + 1
         if step < self._next:
             return False
         stop = False
         if self._work is not None and self._result is not None:
+            # Started some steps ago, so it is usually complete and costs nothing.
             self._work.wait()
             flag, interval, milliseconds = self._result.tolist()
             stop, self._interval, self.seconds = bool(flag), interval, milliseconds / 1000
@@ -296,10 +311,14 @@ class StopConsensus:
 
     def _check(self, requested: bool, training_seconds: float) -> None:
         now = time.monotonic()
+        # At least 1e-9, since the clock may not have moved between two steps.
         seconds = max(now - self._last_time, 1e-9) / self._interval  # of one step
         self._last_time = now
+        # It at most doubles, so that a few quick steps before slow ones do not delay a stop for long.
         wanted = min(max(int(STOP_INTERVAL_SECONDS / seconds), 1), MAX_STOP_INTERVAL, 2 * self._interval)
+        # Integers, so that flag, interval and time (in milliseconds) travel in one message.
         self._result = torch.tensor([int(requested), wanted, int(1000 * training_seconds)], device=self.device)
+        # Without a wait: the next steps overlap it. The attributes keep the tensor alive until the result is read.
         self._work = dist.all_reduce(self._result, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
 
@@ -316,7 +335,9 @@ def check_same_model(tensors: Mapping[str, Iterable[tuple[str, Tensor]]], group:
     """
     rows = {kind: [_describe(name, tensor) for name, tensor in named] for kind, named in tensors.items()}
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
+    # Digests first: the names of a large model are sent only if they differ.
     gathered = gather((secrets.token_hex(8), digest), group)
+    # Every rank compares the same values, so all enter the second gather or none; else some would wait in it forever.
     if any(other != gathered[0][1] for _, other in gathered):
         difference = _first_difference(gather(rows, group))
         raise RuntimeError(f"the ranks do not have the same model: {difference}. Build the same model on every rank.")
@@ -355,10 +376,12 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, *, source: in
     is_source = group.rank() == source
     with torch.no_grad():
         for joined in _join_by_type(part for tensor in tensors for part in dense_parts(tensor)):
+            # Joined, since a message for each of many small tensors costs its latency. BROADCAST_BYTES limits the copy.
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in joined])
             dist.broadcast(flat, origin, group=group)
             if not is_source:
                 for tensor, part in zip(joined, flat.split([t.numel() for t in joined]), strict=True):
+                    # Into the tensor itself, to which optimizers and views refer.
                     tensor.detach().copy_(part.view(tensor.shape))
 
 
@@ -369,10 +392,10 @@ def interleave(parts: Sequence[Any]) -> Any:
     """
     first, count = parts[0], len(parts)
     if isinstance(first, Tensor):
-        whole = first.new_empty((sum(len(part) for part in parts), *first.shape[1:]))
+        full_tensor = first.new_empty((sum(len(part) for part in parts), *first.shape[1:]))
         for rank, part in enumerate(parts):
-            whole[rank::count] = part
-        return whole
+            full_tensor[rank::count] = part
+        return full_tensor
     if isinstance(first, Mapping):
         return {key: interleave([part[key] for part in parts]) for key in first}
     if isinstance(first, tuple):
@@ -395,7 +418,9 @@ def dense_parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _describe(name: str, tensor: Tensor) -> str:
+    # Ranks that train different parameters would wait for different gradients.
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    # Private: the public `values()` refuses what is not coalesced. `broadcast` needs equal numbers of values.
     sparse = "" if tensor.layout is torch.strided else f", {tensor.layout} of {tensor._nnz()} values"
     return f"{name} {tuple(tensor.shape)} {tensor.dtype}{', frozen' * frozen}{' on meta' * tensor.is_meta}{sparse}"
 
@@ -403,8 +428,10 @@ def _describe(name: str, tensor: Tensor) -> str:
 def _join_by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     joined: list[list[Tensor]] = []
     open_lists: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    # All ranks have the tensors in the same order and so make the same lists; one kind per list, as `torch.cat` needs.
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
+        # As if full, so that the first tensor of a kind opens a list.
         members, size = open_lists.get(kind, ([], BROADCAST_BYTES))
         if size + tensor.nbytes > BROADCAST_BYTES:
             members, size = [], 0

@@ -31,6 +31,7 @@ POLL_SECONDS = 1.0  # between two checks for a question
 STORE_SECONDS = 10.0  # to wait for the store, which answers at once unless its machine or the link to it is down
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
+# gloo and NCCL have no exception types for these, only RuntimeError with such a text.
 """Parts of the messages of errors that are raised when a rank is gone."""
 _LOST = (*GONE, "Timed out waiting", "wait timeout", "Application timeout")
 
@@ -83,9 +84,11 @@ class FailureStore:
         self.is_answered = False  # True while a RankWatchdog of each rank answers questions
         store = _store_of(group)
         # A second connection: reading must not wait behind a collective that blocks the shared one.
-        own = getattr(store, "clone", lambda: store)()
-        own.set_timeout(timedelta(seconds=10))
-        self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", own)
+        # Without a method `clone`, as in older versions of torch, the shared connection is used.
+        connection = getattr(store, "clone", lambda: store)()
+        # Instead of torch's limit of minutes, by which the error of a rank would be delayed.
+        connection.set_timeout(timedelta(seconds=10))
+        self.store = PrefixStore(f"trainkit/{group.group_name}/{token}", connection)
         self._address = _address_of(store)
         self._hosts = hosts
         self._is_silent = False  # True once the store has not answered
@@ -93,6 +96,8 @@ class FailureStore:
     def publish(self, message: str) -> None:
         """Store `message` as the root cause unless another rank was first."""
         with suppress(dist.DistNetworkError):  # no rank can read it then
+            # `add` is atomic: only the first of several failing ranks gets 1, so that a consequence does not replace
+            # the cause.
             if self._answer(lambda: self.store.add(f"{FAILURE_KEY}/count", 1)) == 1:
                 self._answer(lambda: self.store.set(FAILURE_KEY, message))
 
@@ -125,6 +130,7 @@ class FailureStore:
         It names the root cause, or who waits where, or the ranks that do not answer.
         """
         cause = self.root_cause()
+        # "Timed out" and "timed out". A published cause goes first: ranks also time out as a consequence of it.
         if cause is None and "imed out" in str(error):
             return timed_out(self, where=where, seconds=seconds)
         return stopped(where, cause or f"a rank is gone ({str(error).splitlines()[0]}){self._who_is_silent()}")
@@ -171,19 +177,20 @@ class FailureStore:
     def positions(self) -> dict[int, str]:
         """Ask for the position of every rank; return those that answer in time."""
         question = self._answer(lambda: self.store.add(QUESTION_KEY, 1))
-        places: dict[int, str] = {}
+        positions: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
-        while len(places) < self.world_size and time.monotonic() < deadline:
+        while len(positions) < self.world_size and time.monotonic() < deadline:
             time.sleep(0.05)
-            for rank in set(range(self.world_size)) - set(places):
+            for rank in set(range(self.world_size)) - set(positions):
                 # A watchdog answers only the newest question, which another rank may have asked meanwhile.
                 for later in (question, question + 1):
-                    place = self._read(f"{QUESTION_KEY}/{later}/{rank}")
-                    if place is not None:
-                        places[rank] = place
-        return places
+                    position = self._read(f"{QUESTION_KEY}/{later}/{rank}")
+                    if position is not None:
+                        positions[rank] = position
+        return positions
 
     def _read(self, key: str) -> str | None:
+        # `get` would wait until the key is set.
         if not self._answer(lambda: self.store.check([key])):
             return None
         return self._answer(lambda: self.store.get(key)).decode()
@@ -203,10 +210,12 @@ class FailureStore:
             except Exception as error:
                 answer.set_exception(error)
 
+        # A daemon: a call that never returns must not keep the process from ending.
         threading.Thread(target=ask, name="trainkit-store", daemon=True).start()
         try:
             return answer.result(STORE_SECONDS)
         except TimeoutError:
+            # The thread stays in its call, so each further question would leave one more.
             self._is_silent = True
             raise dist.DistNetworkError("the store does not answer") from None
 
@@ -221,6 +230,7 @@ class RankWatchdog:
         self, store: FailureStore, *, step: Callable[[], int], describe: Callable[[Sequence[FrameType]], str]
     ) -> None:
         self.store, self.step, self.describe = store, step, describe
+        # The thread that trains makes the watchdog: its stack tells where the rank is.
         self._watched = threading.get_ident()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._answer_all, name="trainkit-watchdog", daemon=True)
@@ -231,29 +241,36 @@ class RankWatchdog:
         """End the thread; may be called twice."""
         self.store.is_answered = False
         self._closing.set()
+        # Limited: the thread may be in a call to a store that does not answer.
         self._thread.join(timeout=5.0)
 
     def _answer_all(self) -> None:
         answered, store = 0, self.store.store
         with suppress(RuntimeError):  # the store is gone, so nobody can ask
             while not self._closing.wait(POLL_SECONDS):
+                # Adding 0 reads the number of the newest question, or creates it, where `get` would wait for the first
+                # one.
                 asked = store.add(QUESTION_KEY, 0)
                 if asked > answered:
                     answered = asked
+                    # Private, as Python has no other way to see the stack of another thread. It works while that thread
+                    # hangs in C.
                     frame = sys._current_frames().get(self._watched)
-                    place = "nowhere: its thread has ended" if frame is None else place_of(frame, self.describe)
-                    store.set(f"{QUESTION_KEY}/{asked}/{self.store.rank}", f"step {self.step()}, {place}")
+                    position = "nowhere: its thread has ended" if frame is None else place_of(frame, self.describe)
+                    store.set(f"{QUESTION_KEY}/{asked}/{self.store.rank}", f"step {self.step()}, {position}")
 
 
 def place_of(innermost: FrameType, describe: Callable[[Sequence[FrameType]], str]) -> str:
     """Return the description of the stack that ends in a frame, and the innermost line of the user's code."""
     frames = [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
-    own = [f for f in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS]
-    line = f"{own[-1].f_code.co_filename}:{own[-1].f_lineno}" if own else ""
+    # While a collective hangs, the innermost frame is torch's, which does not say which line of the user's code waits.
+    user_frames = [f for f in frames if str(f.f_globals.get("__name__")).partition(".")[0] not in _NOT_THE_USERS]
+    line = f"{user_frames[-1].f_code.co_filename}:{user_frames[-1].f_lineno}" if user_frames else ""
     return ", ".join(part for part in (describe(frames), line) if part)
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:
+    # Private, as older versions of torch have no public function; it returns the store of the default group.
     read = getattr(group, "get_group_store", dist.distributed_c10d._get_default_store)  # torch >= 2.9
     store: Store = read()
     return store
@@ -270,9 +287,10 @@ def _address_of(store: Store) -> str:
 def is_of_this_machine(address: str) -> bool:
     """Return True if this machine has an address, or the one of a name."""
     try:
-        family, kind, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, socket_address = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        # Only an address of this machine can be bound. Port 0 is any free port, so no service is disturbed.
         with socket.socket(family, kind) as bound:
-            bound.bind(found)
+            bound.bind(socket_address)
     except OSError:
         return False
     return True

@@ -30,6 +30,7 @@ def begin_forked_process() -> None:
     Objects from before the fork are neither searched for garbage nor finalized, which would copy their memory.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORK_SERVER_BLOCKS)
+    # A collection would write to every object, and so copy each page that this process shares with the server.
     gc.freeze()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined] # else atexit ends libraries that the server uses
 
@@ -44,16 +45,18 @@ def start_fork_server(preload: Sequence[str] = ()) -> Any:
         return multiprocessing.get_context("spawn")
     from multiprocessing import forkserver, resource_tracker
 
+    # Private, as multiprocessing has no public way to ask if the server runs, or for its pid.
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None:
         server.set_forkserver_preload([*PRELOADED, *preload])
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
+        # A child starts with the mask of its parent: the server must not receive a signal before it can block it.
+        former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
         try:
             resource_tracker.ensure_running()  # it inherits the mask, and unblocks SIGINT and SIGTERM here
             signal.pthread_sigmask(signal.SIG_BLOCK, FORK_SERVER_BLOCKS)
             server.ensure_running()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
         atexit.register(lambda: _kill(server._forkserver_pid))
     return multiprocessing.get_context("forkserver")
 

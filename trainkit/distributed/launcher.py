@@ -109,6 +109,7 @@ def launch_ranks(
     """
     _check_not_importing()
     payload = pickled((enter, run), main_by_value=not _is_main_a_file())
+    # In the caller, which outlives every rank: a rank can still read why another one failed.
     store = store_at("127.0.0.1")
     common = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
     calls = [partial(_run_rank, payload, replace(common, rank=rank)) for rank in range(num_ranks)]
@@ -121,6 +122,7 @@ def launch_ranks(
 
 def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
     """Return the environment of ranks as far as it is that of this process."""
+    # OMP_NUM_THREADS may have one number for each level of nested loops. The default is 1, as under torchrun.
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return RankEnvironment(
         log_dir=None if log_dir is None else str(log_dir),
@@ -140,6 +142,7 @@ def join_store(host: str, port: int, token: str, *, limit: timedelta) -> Store:
 
 
 def _check_not_importing() -> None:
+    # Private: multiprocessing sets it while a spawned process imports the main module, and has no public name for it.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "training was started while a rank was importing your script. Put what starts it below "
@@ -193,6 +196,7 @@ def run_processes(
     try:
         for process in processes:
             process.start()
+        # A pipe ends, with EOFError, only when all copies of its sender are closed: this process must not keep one.
         for end in (*output, *(sender for _, sender in pipes)):
             end.close()
         outcomes = _collect(processes, [receiver for receiver, _ in pipes], start + timeout, patience, received)
@@ -248,8 +252,10 @@ def _collect(
             if not outcomes[rank].seconds:
                 outcomes[rank] = _died(rank, processes[rank])
         if any(outcome.failure for outcome in outcomes):
+            # Once, at the first failure: later failures do not extend the time.
             deadline = min(deadline, time.monotonic() + patience)
             patience = math.inf
+    # Only beyond the caller's `timeout` are stacks of interest; after a failure its cause is known.
     if time.monotonic() >= limit:
         _abort([processes[rank] for rank in running.values()])
     for rank in running.values():
@@ -275,6 +281,7 @@ def _died(rank: int, process: Any) -> Outcome:
 
 
 def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], name_of: Callable[[int], str]) -> None:
+    # The cause first: not a consequence, then with a traceback rather than a death, then the earliest.
     failures = sorted(
         (o for o in outcomes if o.failure is not None),
         key=lambda o: (o.is_consequence, o.exit_code is not None, o.seconds),
@@ -316,6 +323,7 @@ def _run_process(
     """
     begin_forked_process()
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
+    # A thread, as a killed caller sends no signal, and the main thread may wait in a collective.
     threading.Thread(target=_exit_with_caller, daemon=True).start()
     multiprocessing.set_start_method(start_method, force=True)  # not the one that started this rank
     for number, stream in zip((1, 2), output, strict=True):
@@ -399,5 +407,6 @@ def prepare_rank(environment: RankEnvironment) -> None:
 
 def is_consequence(error: BaseException) -> bool:
     """Return True if the error is a consequence of another rank's failure."""
+    # "recvValue failed": the process of the store is gone; torch has no exception type for it.
     is_lost = isinstance(error, RuntimeError) and any(part in str(error) for part in (*GONE, "recvValue failed"))
     return is_lost or isinstance(error, RankError)

@@ -114,11 +114,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         # A storage may have several objects, as those of one numpy array.
         first = self._storages.setdefault((str(storage.device), storage.data_ptr()), storage)
         if first is not storage and first.nbytes() == storage.nbytes():
+            # The same object again, so that tensors that share memory share it in the copy too.
             return _same, (first,)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
         return _storage_of, (pickle.PickleBuffer(flat.numpy().data),)
 
     def _reduced_module(self, module: nn.Module) -> Any:
+        # By id, as modules may define `==`. The call holds them all, so that no id is used a second time.
         if id(module) not in self._modules:
             self.roots.append(module)
             self._modules.update(map(id, module.modules()))
@@ -201,6 +203,7 @@ def _part_named(roots: list[nn.Module]) -> str:
 
 def _reduced_tensor(tensor: Tensor) -> Any:
     kind = type(tensor)
+    # Private, as torch has no public way to read the hooks of a tensor.
     hooks = tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)
     if kind is nn.Parameter:
         build: Any = nn.Parameter, (tensor.data, tensor.requires_grad)
@@ -224,6 +227,7 @@ def _reduced_tensor(tensor: Tensor) -> Any:
 
 def _reduced_result(tensor: Tensor) -> Any:
     """Return how the result of a differentiable operation is rebuilt."""
+    # Private, as torch has no public name for the tensor that a view was taken of.
     base = tensor._base
     if base is not None and base.is_leaf and base.requires_grad and base.dtype == tensor.dtype:
         return _view_of, (base, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
@@ -358,11 +362,12 @@ def _outline(root: nn.Module) -> dict[str, dict[str, Any]]:
     names: dict[int, str] = {}
     addresses: dict[int, str] = {}
     for prefix, module in root.named_modules():
-        place = prefix or type(root).__name__
+        module_path = prefix or type(root).__name__
         fields = vars(module)
         tables = {key: len(table) for key, table in fields.items() if "_hooks" in key and isinstance(table, dict)}
+        # A class that defines how it is pickled may leave out attributes on purpose.
         keeps_all = all(getattr(type(module), name, None) is getattr(nn.Module, name, None) for name in _OWN_STATE)
-        outline[place] = {
+        outline[module_path] = {
             "modules": {
                 name: names.setdefault(id(child), f"{prefix}.{name}") for name, child in module._modules.items()
             },
@@ -377,6 +382,7 @@ def _outline(root: nn.Module) -> dict[str, dict[str, Any]]:
 
 def _outline_of(tensor: Tensor, name: str, names: dict[int, str], addresses: dict[int, str]) -> dict[str, Any]:
     is_strided = tensor.layout is torch.strided and not tensor.is_meta and type(tensor) in (Tensor, nn.Parameter)
+    # By address, as one storage may have several objects.
     address = tensor.untyped_storage().data_ptr() if is_strided else 0
     attributes = getattr(tensor, "__dict__", {})
     return {

@@ -32,6 +32,7 @@ def keep_log(folder: Path, *, rank: int) -> LogPage:
     path = folder / f"rank_{rank}.log"
     with optional_file(path):
         folder.mkdir(parents=True, exist_ok=True)
+    # What is still in the buffers was printed before, and would end in the log after the redirection.
     sys.stdout.flush()
     sys.stderr.flush()
     if rank == 0:
@@ -60,11 +61,13 @@ def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
         yield
         return
     page, streams = LogPage(path), (sys.stdout, sys.stderr)
-    copies = {id(stream): _TeeStream(stream, page) for stream in streams}
+    # By id, as a stream need not be hashable. `streams` holds them, so that no id is used a second time.
+    tee_of_stream = {id(stream): _TeeStream(stream, page) for stream in streams}
+    # A handler keeps the stream that it was made with: replacing sys.stderr does not reach it.
     handlers = [*logging.getLogger().handlers, *logging.getLogger("trainkit").handlers]
-    logging_to = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in copies]
-    sys.stdout, sys.stderr = (copies[id(stream)] for stream in streams)
-    before = [handler.setStream(copies[id(handler.stream)]) for handler in logging_to]
+    logging_to = [h for h in handlers if isinstance(h, logging.StreamHandler) and id(h.stream) in tee_of_stream]
+    sys.stdout, sys.stderr = (tee_of_stream[id(stream)] for stream in streams)
+    former_streams = [handler.setStream(tee_of_stream[id(handler.stream)]) for handler in logging_to]
     try:
         yield
     except BaseException as error:
@@ -72,7 +75,7 @@ def log_copied(folder: Path, *, rank: int) -> Iterator[None]:
         raise
     finally:
         sys.stdout, sys.stderr = streams
-        for handler, stream in zip(logging_to, before, strict=True):
+        for handler, stream in zip(logging_to, former_streams, strict=True):
             handler.setStream(stream)
         page.close()
 
@@ -110,8 +113,10 @@ class LogPage:
                 self._has_display = command == "l"
             elif command == "K":
                 self._rows[self._row] = "" if arguments == "2" else self._rows[self._row][: self._column]
+        # A display that erased its last rows has moved the cursor up, and shows nothing there.
         while len(self._rows) > self._row + 1 and not self._rows[-1]:
             self._rows.pop()
+        # Outside of a display the cursor does not move up again, so that all complete rows can be written.
         is_ended = self._row == len(self._rows) - 1 and not self._rows[-1] and not self._has_display
         self._write_rows(len(self._rows) - 1 if is_ended else len(self._rows) - MAX_OPEN_ROWS)
 
@@ -125,6 +130,7 @@ class LogPage:
         if count <= 0:
             return
         with suppress(OSError):  # a full disk or a removed folder must not make a print fail
+            # Opened for each write, since the folder may be removed while the run goes on.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(open_to_append(self.path), "a", encoding="utf-8", errors="replace") as file:
                 file.writelines(f"{row.rstrip()}\n" for row in self._rows[:count])
@@ -147,5 +153,6 @@ class _TeeStream:
         for line in lines:
             self.write(line)
 
+    # Such as `isatty` and `fileno`: displays and libraries must find the terminal.
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

@@ -93,11 +93,13 @@ def launch_on_ray(
     on_gpus: bool,
 ) -> T:
     """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost."""
+    # By value, as actors on other nodes may not be able to import the caller's script.
     payload = pickled((enter, run), main_by_value=True)
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
     with _connected(), recorded_signals(signals) as received:
         attempt, reached = 0, -1
         while True:
+            # The first start needs all ranks; a later one takes what the lost node has left.
             with _placed(bundle, num_ranks, at_least=1 if attempt else num_ranks) as ranks:
                 started = replace(environment, world_size=len(ranks.actors), attempt=attempt)
                 try:
@@ -106,6 +108,7 @@ def launch_on_ray(
                 except RayRanksLost as lost:
                     entry = None if environment.log_dir is None else latest_complete(Path(environment.log_dir))
                     step = -1 if entry is None else entry.step
+                    # Without a later checkpoint the next start would end at the same step, and so on forever.
                     if step <= reached or received:
                         raise
                     attempt, reached = attempt + 1, step
@@ -139,6 +142,7 @@ class _Ranks(NamedTuple):
             for future in done:
                 try:
                     ray.get(future)
+                # Of any type: a rank raises what it likes, and a lost actor raises one of Ray's errors.
                 except Exception as error:
                     failures[futures.index(future)] = error
                     # A rank that lost another one is earlier than Ray, which has to miss some answers of its node.
@@ -160,8 +164,10 @@ class _Ranks(NamedTuple):
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, number)
 
+        # Without a CPU: the ranks have reserved theirs, and on a full node the task would wait for one.
         task = ray.remote(num_cpus=0)(kill)
         for pid, node in zip(self.pids, self.nodes, strict=True):
+            # Not soft: on another node the pid would be that of a stranger.
             here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             task.options(scheduling_strategy=here).remote(pid)
 
@@ -208,13 +214,14 @@ def _placed(bundle: dict[str, float], num_ranks: int, *, at_least: int) -> Itera
     actors: list[Any] = []
     try:
         for index in range(count):
-            place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
-            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            placement = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": placement}
             actors.append(ray.remote(RayWorker).options(**options).remote())
         pids, nodes, hosts = zip(*(_get(actor.location.remote()) for actor in actors), strict=True)
         yield _Ranks(actors, list(pids), list(nodes), list(hosts))
     finally:
         for actor in actors:
+            # An actor that waits in a collective does not end by itself.
             ray.kill(actor)
         remove_placement_group(group)
 
@@ -227,6 +234,7 @@ def _reserve(bundle: dict[str, float], num_ranks: int, at_least: int) -> tuple[A
     while True:
         count = min(num_ranks, max(_room(bundle), at_least))
         group = placement_group([bundle] * count, strategy="SPREAD")
+        # Counted again in each turn, as nodes may join or be lost meanwhile.
         if group.wait(min(5.0, PLACING_SECONDS)):
             return group, count
         remove_placement_group(group)

@@ -34,14 +34,17 @@ def fresh_store(store: Store, *, rank: int, world_size: int, limit: timedelta) -
     """Return a view of the store without the keys of earlier attempts; collective."""
     meeting = PrefixStore("trainkit/meeting", store)
     deadline = time.monotonic() + limit.total_seconds()
+    # Random for each start, so that it differs from the names that dead ranks have left in the store.
     name = secrets.token_hex(8)
     if rank == 0:
         _gather(meeting, name, world_size, deadline)
         return PrefixStore(f"trainkit/attempt_{name}", store)
     meeting.set(f"rank_{rank}", name)
+    # `check` and not `get`, whose time-out would not name who is missing.
     while not meeting.check([name]):
         _sleep(deadline, "rank 0 did not arrive")
     attempt = meeting.get(name).decode()
+    # Rank 0 waits for this: its reply may have gone to the name of a dead rank, which this rank then replaces.
     meeting.set(f"{attempt}/{rank}", "here")
     return PrefixStore(f"trainkit/attempt_{attempt}", store)
 
@@ -55,6 +58,8 @@ def _gather(meeting: Store, attempt: str, world_size: int, deadline: float) -> N
                 missing.discard(rank)
             elif meeting.check([f"rank_{rank}"]):
                 who = meeting.get(f"rank_{rank}")
+                # A rank that starts late replaces the name of its dead predecessor, so each new name gets a reply,
+                # once.
                 if who not in replied:
                     replied.add(who)
                     meeting.set(who.decode(), attempt)
@@ -96,6 +101,7 @@ def store_of_environment(limit: timedelta) -> tuple[Store, int, int]:
     host, rank = os.environ.get("MASTER_ADDR", ""), os.environ.get("RANK")
     is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own store
     if rank == "0" and not is_agent and {"WORLD_SIZE", "MASTER_PORT"} <= os.environ.keys():
+        # The name is unknown, the address is not of this machine, or its port is in use: torch's rendezvous decides.
         with suppress(OSError):
             is_elsewhere = not host.startswith(("127.", "localhost")) and socket.gethostbyname(host).startswith("127.")
             if not is_elsewhere:
@@ -113,15 +119,18 @@ def store_at(host: str, port: int = 0, *, limit: timedelta = default_pg_timeout,
     """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as listening:
+        # Else the port of a run that has just ended could not be opened for minutes (TIME_WAIT).
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(socket.SOMAXCONN)
         port = listening.getsockname()[1]
+        # TCPStore takes over the descriptor and closes it.
         fd = listening.detach()
     return TCPStore(
         host,
         port,
         is_master=True,
+        # Else the constructor would wait for all ranks.
         wait_for_workers=False,
         timeout=limit,
         multi_tenant=is_shared,
@@ -136,8 +145,8 @@ def is_main_process() -> bool:
 
 def first_host(hosts: str) -> str:
     """Return the first name of a list of hosts in SLURM's format: `node003` of `node[003-005,9],gpu1`."""
-    found = _FIRST_HOST.match(hosts)
-    return hosts if found is None else "".join(part or "" for part in found.groups())
+    match = _FIRST_HOST.match(hosts)
+    return hosts if match is None else "".join(part or "" for part in match.groups())
 
 
 def port_of(job: str) -> int:

@@ -124,6 +124,7 @@ class HuggingFaceTask(TaskModule):
     def configure_optimizers(self, total_steps: int | None = None) -> OptimizerSpec:
         """Return AdamW that decays what transformers' Trainer decays, with its schedule."""
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        # By id, as a parameter does not know its module.
         norms = {id(p) for module in self.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()}
         is_without = {name: bool(_NO_DECAY.search(name.lower())) or id(p) in norms for name, p in trained.items()}
         groups = [
@@ -242,6 +243,7 @@ def _add_adapters(
 
 
 def _has_adapters(model: Any) -> bool:
+    # Private: transformers has no public question for adapters.
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -250,6 +252,7 @@ def _merged(model: Any) -> Any:
     from peft.tuners.lora import LoraLayer
     from peft.utils import ModulesToSaveWrapper
 
+    # A copy: the model may be trained on with its adapters.
     merged = copy.deepcopy(model)
     for name, module in list(merged.named_modules()):
         if isinstance(module, LoraLayer):
@@ -271,8 +274,8 @@ def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained:
         ) from error
     factory = getattr(transformers, auto_class, None)
     if factory is None:
-        known = [name for name in dir(transformers) if name.startswith("AutoModel")]
-        raise UserError(f"task.auto_class={auto_class!r} is not in transformers.{nearest(auto_class, known)}")
+        names = [name for name in dir(transformers) if name.startswith("AutoModel")]
+        raise UserError(f"task.auto_class={auto_class!r} is not in transformers.{nearest(auto_class, names)}")
     if pretrained is not None:
         try:
             return factory.from_pretrained(pretrained)
@@ -283,9 +286,9 @@ def make_model(auto_class: str, *, config: Mapping[str, Any] | None, pretrained:
             ) from error
     settings = dict(config or {})
     kind = settings.pop("model_type", None)
-    known = sorted(transformers.CONFIG_MAPPING.keys())
-    if kind not in known:
-        raise UserError(f"task.config.model_type={kind!r} is unknown.{nearest(str(kind), known)}")
+    names = sorted(transformers.CONFIG_MAPPING.keys())
+    if kind not in names:
+        raise UserError(f"task.config.model_type={kind!r} is unknown.{nearest(str(kind), names)}")
     try:
         model = factory.from_config(transformers.AutoConfig.for_model(kind, **settings))
     except ValueError as error:
@@ -305,9 +308,12 @@ def _check_settings(model: Any, settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in vars(made) or name in dir(default):
             continue
+        # The source is read once, and only if a name is in doubt.
         source = source or inspect.getsource(sys.modules[type(model).__module__])
         if re.search(rf"\b{name}\b", source) is None:  # some read settings that their config does not declare
-            known = [one for one in vars(default) if not one.startswith("_")] + list(made.attribute_map)
+            names = [
+                name_of_default for name_of_default in vars(default) if not name_of_default.startswith("_")
+            ] + list(made.attribute_map)
             raise UserError(
-                f"task.config.{name} is not a setting of model_type={made.model_type}.{nearest(name, known)}"
+                f"task.config.{name} is not a setting of model_type={made.model_type}.{nearest(name, names)}"
             )

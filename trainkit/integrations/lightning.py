@@ -129,6 +129,7 @@ class LightningTask(TaskModule):
             if not overrides(module, name):
                 setattr(module, name, partial(_refuse, name))
         module.prepare_data()
+        # In Lightning's order: a module may create its layers in the last two.
         module.setup("fit")
         module.configure_model()
         self.module = module
@@ -150,11 +151,14 @@ class LightningTask(TaskModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningTask:
         """Move or convert the module, and let `self.device` and `self.dtype` say so, which Lightning sets in `to`."""
+        # Private: to(), cuda() and half() all go through it. Lightning overrides the public methods, which are not
+        # called for a module inside a task.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types there
-        for each in self.module.modules():
-            if hasattr(each, "_device") and hasattr(each, "_dtype"):
-                probe = fn(torch.empty(0, device=each._device, dtype=each._dtype))
-                each._device, each._dtype = probe.device, probe.dtype
+        for part in self.module.modules():
+            # Private: LightningModule keeps under these names what its properties return.
+            if hasattr(part, "_device") and hasattr(part, "_dtype"):
+                probe = fn(torch.empty(0, device=part._device, dtype=part._dtype))
+                part._device, part._dtype = probe.device, probe.dtype
         return self
 
     def training_step(self, batch: Any) -> StepReturn:
@@ -177,6 +181,7 @@ class LightningTask(TaskModule):
                 f"{type(self.module).__name__} has automatic_optimization=False, and drives its optimizers in training "
                 "only; remove callbacks that make steps before it, such as learning_rate_finder."
             )
+        # `check_manual` has refused any other number of micro-batches.
         (micro_batch,) = control.batch.micro_batches
         self.trainer_proxy.strategy.start_step()
         with run.precision.forward():
@@ -231,12 +236,14 @@ class LightningTask(TaskModule):
                 "times 0 for a batch that should not count."
             )
         if training and loss is not None:
+            # Without its graph: the module has made its backward already.
             loss = loss.detach() if self.manual else loss
             return without_stage({"loss": loss, **_without_loss(logged, loss)})
         metrics = without_stage(logged)
         if isinstance(loss, Tensor):
             metrics.setdefault("loss", loss)
         elif "loss" in metrics:
+            # A loss that was only logged may have a graph, and nothing would free it.
             metrics["loss"] = torch.as_tensor(metrics["loss"]).detach()
         return metrics
 
@@ -294,6 +301,7 @@ def _is_same(value: Any, loss: Any) -> bool:
     if value is loss:
         return True
     both = isinstance(value, Tensor) and isinstance(loss, Tensor)
+    # Private: the storage itself, which a tensor and its detached alias share.
     return both and bool(value.untyped_storage()._cdata == loss.untyped_storage()._cdata)
 
 
@@ -310,6 +318,7 @@ def data_of(source: Any, *, batch_size: int | None = None) -> Data:
     `batch_size` is the global batch; without it, the batch size of the training loader is. Several validation or test
     loaders are sets by name, `dataloader_0` and so on, or by their own names in a dict.
     """
+    # Private: the property `trainer` raises without a trainer.
     if _is_module(source) and isinstance(source._trainer, TrainerProxy):  # prepared by its LightningTask
         return _LoadersOf(source, source.trainer.set_up, batch_size=batch_size)
     if not _is_module(source):
@@ -335,6 +344,7 @@ class _LoadersOf(Data):
     def dataset(self, stage: str) -> Any:
         """Return a stage's loader, several by name, or `None`."""
         if stage not in self._made:
+            # Made once: a loader may have a random order and workers.
             self._made[stage] = self._make(stage) if overrides(self._source, _LOADERS[stage]) else None
         return self._made[stage]
 
@@ -363,6 +373,7 @@ def _named(made: Any, *, where: str) -> Any:
 
 
 def _is_module(source: Any) -> bool:
+    # By name: `lightning` and `pytorch_lightning` have two classes of this name, and neither is imported here.
     return "LightningModule" in {cls.__name__ for cls in type(source).__mro__}
 
 
@@ -403,16 +414,16 @@ def _call(step: Callable[..., Any], *arguments: Any) -> Any:
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make tensors that a step creates have the dtype of the parameters, as Lightning does for `bf16-true` and fp64."""
-    before = torch.get_default_dtype()
+    default = torch.get_default_dtype()
     # In fp32 it is the default; replicas in other threads would change that of each other.
-    if dtype is before or current_thread() is not main_thread():
+    if dtype is default or current_thread() is not main_thread():
         yield
         return
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default)
 
 
 def _outside_autocast(module: Any, hook: Callable[..., Any], *arguments: Any) -> Any:
@@ -445,15 +456,19 @@ def read_phases(returned: Any, *, of: str) -> tuple[list[Phase], list[LRSchedule
             "another optimizer, such as torch.optim.AdamW, or automatic optimization."
         )
     for scheduler in schedulers:
-        if not isinstance(scheduler, LRScheduler) or not any(scheduler.optimizer is one for one in optimizers):
+        if not isinstance(scheduler, LRScheduler) or not any(
+            scheduler.optimizer is candidate for candidate in optimizers
+        ):
             raise UserError(
                 f"{of}.configure_optimizers returned a {type(scheduler).__name__} as a scheduler, which is not a torch "
                 "LRScheduler of one of the returned optimizers."
             )
     phases = []
     for index, optimizer in enumerate(optimizers):
-        own = [LRSchedule(one, every="manual") for one in schedulers if one.optimizer is optimizer]
-        phases.append(Phase(f"optimizer_{index}", (optimizer, own)))
+        schedules = [
+            LRSchedule(candidate, every="manual") for candidate in schedulers if candidate.optimizer is optimizer
+        ]
+        phases.append(Phase(f"optimizer_{index}", (optimizer, schedules)))
     return phases, schedulers
 
 
@@ -472,16 +487,18 @@ def _parts(returned: Any) -> tuple[list[Any], list[Any]]:
             return _parts(returned[0])
         if returned and all(isinstance(item, Mapping) for item in returned):
             parts = [_parts(item) for item in returned]
-            return [one for optimizers, _ in parts for one in optimizers], [one for _, many in parts for one in many]
+            return [item for optimizers, _ in parts for item in optimizers], [
+                item for _, many in parts for item in many
+            ]
         return list(returned), []
     return [] if returned is None else [returned], []
 
 
-def _check_keys(config: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_keys(config: Mapping[str, Any], valid_keys: Sequence[str]) -> None:
     for key in config:
-        if key not in known:
+        if key not in valid_keys:
             raise UserError(
-                f"configure_optimizers returned the key {key!r}, which is unknown here.{nearest(key, known)}"
+                f"configure_optimizers returned the key {key!r}, which is unknown here.{nearest(key, valid_keys)}"
             )
 
 

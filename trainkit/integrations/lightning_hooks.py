@@ -110,6 +110,8 @@ class TrainerProxy:
         self.total_steps = run.max_steps
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for private names before __init__ has run;
+        # they must not find an error of another type.
         if name.startswith("_"):
             raise AttributeError(name)
         if name in ("logger", "loggers", "local_rank"):  # read by properties, which hide an AttributeError
@@ -183,12 +185,14 @@ class LightningHooks(Callback):
 
     def on_epoch_end(self, run: Run) -> None:
         if not overrides(self._module, "on_train_epoch_end"):
+            # Every rank has the same class, so that all of them enter the collective below or none.
             return
         with synced_metrics(run.task, run.strategy, keep_resets=True), capture_logged() as logged:
             self._module.on_train_epoch_end()
-            own = numbers_of(logged)
+            local_numbers = numbers_of(logged)
         values: dict[str, list[float]] = {}
-        for numbers in run.strategy.comm.all_gather_object(own):
+        # Collective: the mean over ranks is logged on all of them.
+        for numbers in run.strategy.comm.all_gather_object(local_numbers):
             for name, number in numbers.items():
                 values.setdefault(f"train/{name}", []).append(number)
         if values:
@@ -281,6 +285,7 @@ class LightningHooks(Callback):
 def overrides(module: Any, hook: str) -> bool:
     """Return True if a class other than Lightning's base classes defines the hook."""
     owner = next((cls for cls in type(module).__mro__ if hook in vars(cls)), None)
+    # By module name, as Lightning is not imported here.
     return owner is not None and not owner.__module__.startswith(("lightning.pytorch.core.", "pytorch_lightning.core."))
 
 
@@ -358,28 +363,34 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
 
     Afterwards they hold what this rank has counted, or nothing if they were reset meanwhile and `keep_resets`.
     """
-    own = metrics_in(task)
-    if not own:
+    task_holders = metrics_in(task)
+    if not task_holders:
         yield
         return
     holders = metric_modules(strategy, task)  # of the task, then those of each replica of it
-    replicas = [holders[start : start + len(own)] for start in range(0, len(holders), len(own))]
-    mine = [(sum(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
+    replicas = [holders[start : start + len(task_holders)] for start in range(0, len(holders), len(task_holders))]
+    local_states = [(sum(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
     of_ranks: dict[int, Any] = {}
-    for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, mine)):
+    for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, local_states)):
         # Of several processes that share a rank's samples, it may be one alone that counts.
         of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
-    before = preserve_state(own)
-    merge_metric_states(own, [MetricShard(states, 1) for counted in of_ranks.values() for _, states in counted])
-    counting: list[Any] = [holder for holder in own if hasattr(holder, "_update_count")]
+    saved_states = preserve_state(task_holders)
+    merge_metric_states(
+        task_holders, [MetricShard(states, 1) for counted in of_ranks.values() for _, states in counted]
+    )
+    # Private: torchmetrics warns in compute() by this count, and has no public one.
+    counting: list[Any] = [holder for holder in task_holders if hasattr(holder, "_update_count")]
     for holder in counting:
         holder._update_count = max(1, holder._update_count)  # or computing warns where this rank had no sample
-    merged = [{name: getattr(holder, name) for name in states} for holder, (_, states) in zip(own, before, strict=True)]
+    merged = [
+        {name: getattr(holder, name) for name in states}
+        for holder, (_, states) in zip(task_holders, saved_states, strict=True)
+    ]
     try:
-        with no_sync_metrics(own):
+        with no_sync_metrics(task_holders):
             yield
     finally:
-        for holder, states, saved, *copies in zip(own, merged, before, *replicas[1:], strict=True):
+        for holder, states, saved, *copies in zip(task_holders, merged, saved_states, *replicas[1:], strict=True):
             if keep_resets and _was_reset(holder, states):
                 reset_all(copies)
             else:
@@ -394,4 +405,5 @@ def _was_reset(holder: nn.Module, states: Mapping[str, Any]) -> bool:
     """Return True if a module has been reset since it had these states."""
     if hasattr(holder, "_update_count"):
         return _updates(holder) == 0
+    # Resetting a state puts a new tensor in its place.
     return any(getattr(holder, name) is not state for name, state in states.items())

@@ -39,21 +39,25 @@ class ManualOptimization:
         self.lightning_module = module
         self._proxy = proxy
         self._optimizers = optimizers
+        # By id, which stays unique: `_optimizers` holds them.
         self._stepped: set[int] = set()  # ids of the optimizers that have stepped since the last backward
         self._saved_gradients: dict[str, Tensor] = {}
         package = _package_of(module)
         wrapper = import_module(f"{package}.core.optimizer").LightningOptimizer
         self._lightning_optimizers = [wrapper(optimizer) for optimizer in optimizers]
         for wrapped in self._lightning_optimizers:
+            # Private: Lightning's trainer sets these, and offers nothing public in their place.
             wrapped._strategy, wrapped._on_after_step = self, self._count_step
         proxy.strategy, proxy.optimizers = self, list(optimizers)
         proxy.lr_scheduler_configs = [SchedulerConfig(scheduler) for scheduler in schedulers]
+        # The default precision plugin does nothing: trainkit has entered its autocast already.
         proxy.precision_plugin = import_module(f"{package}.plugins.precision").Precision()
         proxy.gradient_clip_val = proxy.gradient_clip_algorithm = None
         proxy.global_step = 0
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of a loss, between the module's hooks."""
+        # New gradients: from now on each optimizer has some that it has not stepped on.
         self._stepped.clear()
         self.lightning_module.on_before_backward(loss)
         self.lightning_module.backward(loss, *args, **kwargs)
@@ -89,7 +93,9 @@ class ManualOptimization:
             if id(optimizer) not in self._stepped
         }
         named = self.lightning_module.named_parameters()
-        gradients = {name: one.grad for name, one in named if id(one) in waiting and one.grad is not None}
+        gradients = {
+            name: parameter.grad for name, parameter in named if id(parameter) in waiting and parameter.grad is not None
+        }
         return {"global_step": self._proxy.global_step, "gradients": gradients}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

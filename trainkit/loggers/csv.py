@@ -33,9 +33,10 @@ class CsvLogger(Logger):
         self.close()
         self._path = folder / self.filename
         self._columns, rows, is_damaged = _read(self._path)
-        kept = [row for row in rows if int(row[0]) <= step]
-        if is_damaged or len(kept) < len(rows) or not self._path.exists():
-            write_text(self._path, _text([self._columns, *kept]))
+        # The resumed run writes the steps beyond this one again.
+        kept_rows = [row for row in rows if int(row[0]) <= step]
+        if is_damaged or len(kept_rows) < len(rows) or not self._path.exists():
+            write_text(self._path, _text([self._columns, *kept_rows]))
         self._file = open_to_append(self._path)
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -43,6 +44,7 @@ class CsvLogger(Logger):
         if new := [name for name in metrics if name not in self._columns]:
             self._add_columns(new)
         row = {"step": step, "time": round(time.time(), 3), **metrics}
+        # One call for a row: a kill between calls would leave a part of it.
         os.write(self._file, _text([[str(row.get(column, "")) for column in self._columns]]).encode())
 
     def close(self) -> None:
@@ -54,6 +56,7 @@ class CsvLogger(Logger):
         columns, rows, _ = _read(self._path)
         self._columns = [*columns, *names]
         write_text(self._path, _text([self._columns, *([*row, *[""] * len(names)] for row in rows)]))
+        # The file was replaced: the old descriptor would append to the one that is gone.
         self.close()
         self._file = open_to_append(self._path)
 

@@ -46,6 +46,7 @@ class SafeLogger(Logger):
         self._is_open, self._is_off, self._warned_slow = True, False, False
         self.failures = self._in_a_row = 0
         try:
+            # Loggers and their libraries draw random numbers, for names and retries.
             with self._generators:
                 self.inner.open(folder, step=step)
         except Exception as error:
@@ -90,10 +91,12 @@ class SafeLogger(Logger):
         if self._is_off:
             self.failures += 1
             return
+        # Measured around the whole call, since training waits for it.
         began = time.monotonic()
         try:
             with self._generators:
                 call()
+        # Any error of a logger: it matters less than the run.
         except Exception as error:
             self._count_failure(error)
             return

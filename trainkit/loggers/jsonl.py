@@ -39,10 +39,12 @@ class JsonlLogger(Logger):
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         assert self._file is not None
         line: dict[str, float] = {"step": step, "time": round(time.time(), 3), **metrics}
+        # Nearly all lines are finite: only the others pay for a check of each value.
         try:
             text = json.dumps(line, allow_nan=False)
         except ValueError:
             text = json.dumps({name: _as_json(value) for name, value in line.items()})
+        # One call for a line: a kill between calls would leave a part of it.
         os.write(self._file, f"{text}\n".encode())
 
     def close(self) -> None:
@@ -56,9 +58,9 @@ def _truncate(path: Path, *, step: int) -> None:
     if not path.exists():
         return
     text = path.read_text()
-    kept = [line for line in text.splitlines(keepends=True) if line.endswith("\n") and _step_of(line) <= step]
-    if len("".join(kept)) < len(text):
-        write_text(path, "".join(kept))
+    kept_lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n") and _step_of(line) <= step]
+    if len("".join(kept_lines)) < len(text):
+        write_text(path, "".join(kept_lines))
 
 
 def _step_of(line: str) -> float:

@@ -36,6 +36,7 @@ def to_uint8_image(image: Tensor) -> Tensor:
 def png(image: Tensor) -> bytes:
     """Return an image (uint8, height x width x 3) as a PNG file."""
     height, width, _ = image.shape
+    # In PNG each row begins with the number of its filter; 0 is none.
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), image.reshape(height, width * 3)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, true colour, not interlaced
     pixels = zlib.compress(rows.numpy().tobytes(), 6)
@@ -65,6 +66,7 @@ class Histogram:
 def histogram_of(values: Tensor, *, bins: int = 64) -> Histogram:
     """Return the histogram of a tensor's elements; waits for the device."""
     flat = values.detach().flatten().float()
+    # Selected on the device and summed in float64 on the host, as not every device has it.
     finite = flat[torch.isfinite(flat)].cpu().double()
     if finite.numel() == 0:
         return Histogram((0.0, 1.0), (0,), 0.0, 0.0, num_nonfinite=flat.numel())

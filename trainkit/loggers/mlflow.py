@@ -60,17 +60,18 @@ class MlflowLogger(Logger):
         from mlflow import MlflowClient
 
         client = MlflowClient(tracking_uri=uri)
-        found = client.get_experiment_by_name(self.experiment)
-        experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
-        known = folder / ID_FILE
-        if step > 0 and known.exists():
-            self._run_id = known.read_text().strip()
+        existing = client.get_experiment_by_name(self.experiment)
+        experiment = client.create_experiment(self.experiment) if existing is None else existing.experiment_id
+        id_file = folder / ID_FILE
+        if step > 0 and id_file.exists():
+            self._run_id = id_file.read_text().strip()
             if local is not None:
                 _truncate(local / experiment / self._run_id / "metrics", step=step)
             client.update_run(self._run_id, status="RUNNING")
         else:
             self._run_id = client.create_run(experiment, run_name=self.name or folder.name).info.run_id
-            write_text(known, f"{self._run_id}\n")
+            write_text(id_file, f"{self._run_id}\n")
+        # Last, so that a failure above leaves the logger closed.
         self._client = client
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -87,9 +88,9 @@ class MlflowLogger(Logger):
         from mlflow.entities import Param
 
         # A resumed run keeps its first hyperparameters: MLflow refuses to change them.
-        known = self._client.get_run(self._run_id).data.params
+        logged = self._client.get_run(self._run_id).data.params
         new = [Param(_name(name), truncate(str(value), LONGEST_SETTING)) for name, value in values.items()]
-        new = [setting for setting in new if setting.key not in known]
+        new = [setting for setting in new if setting.key not in logged]
         for first in range(0, len(new), _MOST_AT_ONCE):
             self._client.log_batch(self._run_id, params=new[first : first + _MOST_AT_ONCE])
 
@@ -103,6 +104,7 @@ class MlflowLogger(Logger):
             self._client.log_artifact(self._run_id, str(path), _name(name))
 
     def close(self) -> None:
+        # Cleared first: close may be called twice.
         client, self._client = self._client, None
         if client is not None:
             client.set_terminated(self._run_id)
@@ -127,9 +129,9 @@ def _truncate(folder: Path, *, step: int) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= step]
-            if len(kept) < len(lines):
-                write_text(path, "".join(kept))
+            kept_lines = [line for line in lines if _step_of(line) <= step]
+            if len(kept_lines) < len(lines):
+                write_text(path, "".join(kept_lines))
 
 
 def _step_of(line: str) -> float:

@@ -23,6 +23,7 @@ LONGEST_SETTING = 500
 """Characters of one cell in the table of hyperparameters."""
 _CASTAGNOLI = 0x82F63B78
 """The polynomial of CRC-32C with its bits reversed."""
+# The format adds this to a rotated checksum, since checksums of data that contain checksums are weak.
 _MASK_DELTA = 0xA282EAD8
 
 
@@ -133,8 +134,10 @@ class EventFile:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{PREFIX}{_next_stamp(folder):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        # O_EXCL: two processes never append to one file.
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         self._table = _crc_table()
+        # The first record names the version of the format; readers expect it.
         self.add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, event: Event) -> None:
@@ -152,6 +155,7 @@ class EventFile:
         for byte in data:
             crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
         crc ^= 0xFFFFFFFF
+        # Rotated by 15 bits, as the format of TFRecord asks.
         masked = (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
         return struct.pack("<I", masked)
 
@@ -190,5 +194,6 @@ def _graph_def(graph: ModelGraph) -> bytes:
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in operation.shape])
         attributes = {"_output_shapes": AttrValue(list=AttrValue.ListValue(shape=[shape]))}
         nodes.append(NodeDef(name=operation.name, op=operation.kind, input=operation.inputs, attr=attributes))
+    # 22 is the version that torch's SummaryWriter writes.
     encoded: bytes = GraphDef(node=nodes, versions=VersionDef(producer=22)).SerializeToString()
     return encoded

@@ -61,19 +61,21 @@ class WandbLogger(Logger):
         import wandb
 
         self.close()
-        known = folder / ID_FILE
-        identifier = known.read_text().strip() if step > 0 and known.exists() else secrets.token_hex(4)
+        id_file = folder / ID_FILE
+        identifier = id_file.read_text().strip() if step > 0 and id_file.exists() else secrets.token_hex(4)
         self._wandb = wandb
         self._run = wandb.init(
             **self._settings,
             name=self._name or folder.name,
             dir=str(folder),
             id=identifier,
+            # A new id begins a run, a known one continues it.
             resume="allow",
+            # Its console would replace stdout and stderr, and with them the progress bar's terminal.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("*", step_metric="step")
-        write_text(known, f"{identifier}\n")
+        write_text(id_file, f"{identifier}\n")
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._log(metrics, step=step)
@@ -100,4 +102,5 @@ class WandbLogger(Logger):
             run.finish(quiet=True)
 
     def _log(self, values: Mapping[str, Any], *, step: int) -> None:
+        # Not as W&B's step counter, which refuses to go back when a run resumes from an earlier step.
         self._run.log({"step": step, **values})

@@ -25,7 +25,7 @@ class Closure:
         update              LBFGS takes evaluation 1, and asks for 2, 3, ...: losses and gradients, nothing else
 
     Each evaluation has the same micro-batches, and starts with the same buffers and random generators, so that all are
-    of the same function. A loss has the same bits on all ranks, which therefore decide alike.
+    of the same function. A loss has the same bits on all ranks, which therefore decide the same.
     """
 
     def __init__(self, task: TaskModule, strategy: Strategy, phase_optimizer: PhaseOptimizer) -> None:
@@ -41,11 +41,12 @@ class Closure:
             )
         self._task, self._strategy, self._phase_optimizer = task, strategy, phase_optimizer
         self._batch = StepBatch([], 0, 0, False)
-        self._restore_start: Callable[[], None] = lambda: None
+        self._restore_start: Callable[[], None] = lambda: None  # to the state before evaluation 1
         self._first: Tensor | None = None  # the loss of the first evaluation, until it is asked for
 
     def forward_backward(self, batch: StepBatch) -> list[StepOutput]:
         """Make the first evaluation of a step batch and return its outputs; collective."""
+        # Before the forward: the other evaluations must draw the same dropout masks and see the same buffers.
         self._batch, self._restore_start = batch, self._snapshot()
         outputs = self._strategy.forward_backward(self._task, _copied(batch))
         self._first = self._global_loss(outputs)
@@ -56,6 +57,7 @@ class Closure:
         if self._first is not None:
             loss, self._first = self._first, None
             return loss
+        # The next step continues from the end of evaluation 1, however many evaluations the optimizer asks for.
         restore_end = self._snapshot()
         self._restore_start()
         self._phase_optimizer.zero_grad()
@@ -69,16 +71,23 @@ class Closure:
     def _global_loss(self, outputs: Sequence[StepOutput]) -> Tensor:
         """Return the weighted mean loss over the global batch; collective."""
         device, all_reduce = self._strategy.device, self._strategy.comm.all_reduce
+        # MPS has no float64.
         zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         weights = [zero + output.weight for output in outputs]
+        # Every rank calls both sums, also one without samples: it starts from `zero`.
         total = all_reduce(sum(weights, start=zero))
         losses = [
-            one.loss * (weight / total) for one, weight in zip(outputs, weights, strict=True) if one.loss is not None
+            output.loss * (weight / total)
+            for output, weight in zip(outputs, weights, strict=True)
+            if output.loss is not None
         ]
         return all_reduce(sum(losses, start=zero))
 
 
 def _copied(batch: StepBatch) -> StepBatch:
     """Return a copy for one evaluation, whose step may change it."""
-    copies = [MicroBatch(map_tensors(one.batch, Tensor.clone), one.num_samples) for one in batch.micro_batches]
+    copies = [
+        MicroBatch(map_tensors(micro_batch.batch, Tensor.clone), micro_batch.num_samples)
+        for micro_batch in batch.micro_batches
+    ]
     return replace(batch, micro_batches=copies)

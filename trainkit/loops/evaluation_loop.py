@@ -44,6 +44,7 @@ class EvaluationLoop:
                 if reduced is None:
                     return None
                 metrics.update({f"{prefix}/{metric}": value for metric, value in reduced.items()})
+        # A few batches before training say nothing about the weights: no logger gets them.
         if self._stage != "sanity":
             self._run.log(metrics)
         return metrics
@@ -53,6 +54,7 @@ class EvaluationLoop:
         run, strategy = self._run, self._run.strategy
         step_name: Literal["validation_step", "test_step"] = "test_step" if self._stage == "test" else "validation_step"
         means, num_samples = WeightedMeans(strategy.device), 0
+        # The states of metrics in the task are those of training, and continue there after the evaluation.
         with detach_metrics(metric_modules(strategy, run.task)):
             for micro_batch in evaluation_batches(strategy, run.task, loader.batches(), step_name):
                 output = strategy.evaluate(run.task, micro_batch, step_name)
@@ -61,10 +63,14 @@ class EvaluationLoop:
                 num_samples += micro_batch.num_samples
                 if strategy.comm.should_stop_evaluation(run.signals.received is not None):
                     break
+            # Ranks may have unequal numbers of batches, so they agree only here. One that returned alone would leave
+            # the others waiting in the reduction below.
             if strategy.comm.any_rank(run.signals.received is not None):
                 return None
             of_callbacks: dict[str, float] = {}
+            # Before the reduction, so that metrics of callbacks are averaged over ranks too.
             run.emit("on_dataset_end", self._stage, of_callbacks)
+            # The values of a rank count by its samples: without any it adds none.
             if of_callbacks and num_samples:
                 means.add([StepOutput(None, num_samples, {**of_callbacks})])
             return means.reduce(strategy.comm)
@@ -89,8 +95,9 @@ class EvaluationLoop:
     def _evaluating(self) -> Iterator[EvaluationProgress]:
         """Evaluation mode, no gradients, and random generators and the mode of each module restored at the end."""
         run = self._run
-        known = [loader.num_steps for loader in self.loaders.values() if loader.num_steps is not None]
-        progress = EvaluationProgress(self._stage, sum(known) if len(known) == len(self.loaders) else None)
+        step_counts = [loader.num_steps for loader in self.loaders.values() if loader.num_steps is not None]
+        # The total is known only if every dataset has a length.
+        progress = EvaluationProgress(self._stage, sum(step_counts) if len(step_counts) == len(self.loaders) else None)
         run.evaluation = progress
         run.emit("on_evaluation_start", self._stage)
         try:
@@ -98,4 +105,5 @@ class EvaluationLoop:
             with evaluation_mode(run.task), preserve_rng(), torch.no_grad():
                 yield progress
         finally:
+            # Also after an error: the record of a later failure would name this evaluation.
             run.evaluation = None

@@ -55,6 +55,7 @@ class FitConfig:
     """The URL that the run folder is copied to."""
 
     def __post_init__(self) -> None:
+        # 2**63 - 1: ranks and steps add to the seed, and torch takes seeds below 2**64. A bool is an int to Python.
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise UserError(f"seed must be a whole number from 0 to 2**63 - 1, got {self.seed!r}.")
         check_patterns("no_weight_decay", self.no_weight_decay)
@@ -71,6 +72,7 @@ class FitConfig:
             )
         _check_count("max_rollbacks", self.max_rollbacks)
         factor = self.skip_grad_norm_factor
+        # `not factor > 1` refuses NaN too.
         if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
             example = "10 skips steps at ten times the average norm"
             raise UserError(f"skip_grad_norm_factor must be above 1, got {factor!r}; {example}.")

@@ -50,6 +50,7 @@ class FitLoop:
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
         self._replicas = ReplicaCheck(run)
         self._state = FollowedState(run)
+        # Followed steps swap the classes of modules and compare buffers: too slow for every step.
         self._first_steps = 3  # that are still to be followed
         self._evaluated_step = -1
         self._has_warned = False  # of a loss that grows with its samples
@@ -67,6 +68,7 @@ class FitLoop:
         run, state, policy = self._run, self._run.state, self._policy
         self.start()
         while True:
+            # A rollback leaves this block, and the loop below goes on from the restored position.
             with policy.rollback_on_request(then=self._start_intervals):
                 for batch in self.step_batches():
                     outputs = self.begin_step(batch)
@@ -79,6 +81,7 @@ class FitLoop:
                         self._log()
                     if state.evaluation_due:
                         self._evaluate()
+                # A loss of the last steps may be bad and not logged yet: that still has to raise, stop or roll back.
                 if self._weights_are_sound():
                     self._log()
                 break
@@ -94,9 +97,11 @@ class FitLoop:
         """Compose the step and prepare the task for it; repeat an evaluation that was interrupted. Collective."""
         run = self._run
         begin_training(run.task)
+        # Gradients that the caller left in the task would be added to those of the first step.
         run.task.zero_grad(set_to_none=True)
         run.follow_stopping_hooks()
         self._policy.prepare()
+        # The ids stay unique, since the values hold the parameters.
         self._parameters = {id(parameter): parameter for parameter in run.task.parameters()}
         run.state.start_clock()
         run.weights_are_finite = self._weights_are_sound
@@ -111,6 +116,7 @@ class FitLoop:
             from trainkit.loops.skipped_steps import SkippedSteps
 
             self._skipped = SkippedSteps(run)
+        # After `on_fit_start`, in which callbacks may ask for a step timer or change optimizers.
         self._step = self._make_step()
         self.begin_step = self._step.begin
         """Computes a step batch and returns the outputs of this rank's micro-batches; collective."""
@@ -123,6 +129,7 @@ class FitLoop:
 
         Raises UserError if an epoch has no step batch.
         """
+        # A parameter is new only if a module registered something: without the count, each step would walk all modules.
         with count_registrations() as registrations:
             registrations[0] = 1  # for those before it
             while not self._finished():
@@ -140,15 +147,18 @@ class FitLoop:
                 registrations[0] = 0
                 self._check_parameters()
                 run.strategy.add_untrained(run.task)
+            # Between steps: the change takes effect on all ranks at the same step, before its first backward.
             if run.strategy.is_outdated(run.phase_optimizers):
                 self._check_parameters()
                 run.strategy.retrain(run.task, run.phase_optimizers)
             yield batch
             if batch.ends_epoch:
                 run.emit("on_epoch_end")
+            # After the epoch's end, so that a checkpoint has the schedules and callbacks of the completed epoch.
             run.emit("on_step_complete")
             if self._finished():
                 break
+        # Otherwise the loop would begin this epoch again without end.
         if state.step == first_step:
             raise UserError(
                 f"there is nothing to train on from position {state.position} of epoch {state.epoch}, which has "
@@ -180,12 +190,13 @@ class FitLoop:
     def _check_parameters(self) -> None:
         """Raise UserError for a trained parameter that neither the ranks nor an optimizer know."""
         run = self._run
-        known = set(self._parameters)
+        known_parameters = set(self._parameters)
+        # One process has no ranks to tell: a parameter is trained if an optimizer got it with add_param_group.
         if run.strategy.comm.num_processes == 1:
-            groups = [group for each in run.phase_optimizers for group in each.optimizer.param_groups]
-            known.update(id(parameter) for group in groups for parameter in group["params"])
+            groups = [group for optimizer in run.phase_optimizers for group in optimizer.optimizer.param_groups]
+            known_parameters.update(id(parameter) for group in groups for parameter in group["params"])
         for name, parameter in run.task.named_parameters():
-            if parameter.requires_grad and id(parameter) not in known:
+            if parameter.requires_grad and id(parameter) not in known_parameters:
                 raise UserError(
                     f"the parameter {name} was added or replaced while training, so no optimizer or other rank knows "
                     "it. Create all layers in __init__, and change values in place: with torch.no_grad(): "
@@ -207,6 +218,8 @@ class FitLoop:
                 return True
         if run.may_be_stopped and not self._is_stopping:
             run.may_be_stopped = False
+            # At once, so that training ends after the step of the request. The flag is set at the same steps on every
+            # rank, so all of them call this collective.
             self._is_stopping = run.strategy.comm.should_stop_now(run.stop_reason is not None)
         if not self._is_stopping:
             # Signals come at any time, and so may requests of threads: an agreement in every step would be slow.
@@ -215,15 +228,17 @@ class FitLoop:
             if not run.strategy.comm.should_stop(requested, seconds=seconds):
                 return False
         self._is_stopping = True  # should_stop asks only now and then; its next answer may be False
+        # A signal goes before a requested stop: it decides the exit code.
         if run.sync_stop_signal() and run.stopped_by is not None:
             run.stop_reason = run.stopped_by.name
-        run.request_stop("another rank was asked to stop")
+        run.request_stop("another rank was asked to stop")  # keeps this rank's reason if it has one
         return True
 
     def _make_step(self) -> TrainStep:
         """Compose the step once, so that options that are off cost nothing."""
         run = self._run
         phases = [make_phase_step(run.task, run.strategy, phase_optimizer) for phase_optimizer in run.phase_optimizers]
+        # Innermost, so that both checks see the micro-batches into which micro_batch_size=auto splits the batch.
         phases = [self._state.wrap(self._replicas.wrap(phase)) for phase in phases]
         for option in (self.auto_micro_batch, self._skipped, run.step_timer):
             if option is not None:
@@ -265,6 +280,7 @@ class FitLoop:
         for phase_optimizer in run.phase_optimizers:
             for name, value in phase_optimizer.measured().items():
                 metrics[_metric_name(phase_optimizer.phase, name)] = value
+        # Before they are written, so that callbacks may add metrics.
         run.emit("on_log", metrics)
         run.log(metrics)
 
@@ -278,7 +294,9 @@ class FitLoop:
         """Validate, and step the schedules that follow a metric; left due if a stop interrupts it. Collective."""
         assert self._validation is not None
         run = self._run
+        # Set before the evaluation and cleared after it: a checkpoint of an interrupted one repeats it on a resume.
         run.state.evaluation_due = True
+        # A loss that is not finite must raise or roll back before it costs an evaluation.
         self._policy.check()
         with run.optimizers_in_evaluation():
             metrics = self._validation.run()
@@ -301,7 +319,7 @@ def single_step(phase: PhaseStep) -> TrainStep:
         norm = update()
         step_schedules()
         if norm is not None:
-            grad_norms[""] = norm
+            grad_norms[""] = norm  # kept on the device; read when training logs
 
     return TrainStep(phase.forward_backward, finish, grad_norms)
 

@@ -48,6 +48,7 @@ class FollowedState:
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return a phase that is refused if its micro-batches use what those of another phase have left."""
+        # A single micro-batch leaves to the next phase what a plain loop would.
         if not phase.phase or self._run.strategy.num_micro_batches < 2:
             return phase
         return replace(phase, forward_backward=partial(self._forward_backward, phase.phase, phase.forward_backward))
@@ -72,17 +73,22 @@ class FollowedState:
     def _following(self, begin: Begin) -> Begin:
         def follow(batch: StepBatch) -> list[StepOutput]:
             task = self._run.task
+            # Made before the step, of whose changes it takes a snapshot to compare with.
             attributes = CarriedAttributes(task)
+            # Private: torch has no public count of the writes to a tensor; comparing values would wait for the device.
             buffers = {name: (buffer, buffer._version) for name, buffer in unsaved_buffers(task)}
             with attributes.recorded():
                 outputs = begin(batch)
-            changed = attributes.carried()
+            carried = attributes.carried()
             for name, buffer in unsaved_buffers(task):
                 last = buffers.get(name)
+                # Added, replaced or written in place.
                 if last is None or last[0] is not buffer or last[1] != buffer._version:
-                    changed[name] = buffer
+                    carried[name] = buffer
             first = self._steps == 1
-            self._carried = {name: value for name, value in changed.items() if first or name in self._carried}
+            # State is what both steps carry: what changes once may be a cache.
+            self._carried = {name: value for name, value in carried.items() if first or name in self._carried}
+            # The checkpointer warns of these at the next save.
             self._run.carried_state = [] if first else [n for n in self._carried if not _saves_itself(task, n)]
             if not first and len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
                 self._refuse_shared(attributes)
@@ -93,11 +99,12 @@ class FollowedState:
     def warn_of_differences(self) -> None:
         """Warn once, after the third step, of numbers in attributes that ranks change by their samples; collective."""
         run = self._run
+        # The count of steps is the same on all ranks, so they skip the collective together.
         if self._has_compared or self._steps < 3 or run.strategy.comm.num_processes == 1:
             return
         self._has_compared = True
         of_ranks = run.strategy.comm.all_gather_object({n: outline(value) for n, value in self._carried.items()})
-        names = sorted({name for each in of_ranks for name in each if each[name] != of_ranks[0].get(name)})
+        names = sorted({name for state in of_ranks for name in state if state[name] != of_ranks[0].get(name)})
         if names and run.is_main:
             logger.warning(
                 "%s changes %s by the samples of each rank, and so to other values than on one process. If the loss "

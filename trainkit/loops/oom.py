@@ -53,15 +53,18 @@ class AutoMicroBatch:
         strategy, task = self._run.strategy, self._run.task
         while True:
             batch = resplit(batch, strategy.micro_batch_size)
+            # Before each try: a step that fails has counted in buffers and drawn random numbers, as its repeat will.
             restore_state = state_snapshot(task, metric_modules(strategy, task))
             try:
                 return forward_backward(batch)
+            # The strategy has made sure that it is raised on every rank, so all of them halve and repeat together.
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             # Outside the handler: the error keeps the frames of the step, and they the memory to free.
             task.zero_grad(set_to_none=True)
             restore_state()
             if strategy.device.type == "cuda":
+                # The allocator would keep the blocks of the larger micro-batch, beside those of the smaller one.
                 torch.cuda.empty_cache()
             self._halve(batch, reason)
 
@@ -74,6 +77,7 @@ class AutoMicroBatch:
         """Use half of the largest micro-batch on any rank; collective."""
         run = self._run
         largest = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
+        # Of any rank, so that all use the same size: a short last batch may give this one fewer samples.
         size = max(run.strategy.comm.all_gather_object(largest))
         half = (size + 1) // 2
         if size == 1:
@@ -92,10 +96,12 @@ class AutoMicroBatch:
 
     def _use(self, size: int) -> None:
         run = self._run
+        # In the state too: checkpoints save it, and a resumed run does not search again.
         run.strategy.micro_batch_size = run.state.micro_batch_size = size
         if run.plan is not None:
             run.plan = run.strategy.plan(run.plan.batch_size)
         if run.loader is not None:
+            # Batches that are read from here on; the present one was split already.
             run.loader.resplit(run.strategy)
 
 
@@ -122,24 +128,27 @@ class GrowingMicroBatch(AutoMicroBatch):
         strategy, memory = self._run.strategy, self._run.peak_memory
         if strategy.micro_batch_size is not None:
             return forward_backward(resplit(batch, strategy.micro_batch_size))
-        before = memory.measure()
+        memory_before = memory.measure()
         largest = max((micro_batch.num_samples for micro_batch in batch.micro_batches), default=0)
-        self._grow(largest, before.free)
+        self._grow(largest, memory_before.free)
         outputs = forward_backward(resplit(batch, self._size))
-        self._needed = memory.measure().peak - before.used
+        self._needed = memory.measure().peak - memory_before.used
         return outputs
 
     def _grow(self, num_samples: int, free: int) -> None:
         """Choose the size of a step in which this rank has so many samples, and so many bytes are free; collective."""
         run, size = self._run, self._size
+        # Collective: all ranks see the same numbers, and so choose the same size.
         gathered = run.strategy.comm.all_gather_object((num_samples, self._needed, free))
         samples, bytes_needed, bytes_free = zip(*gathered, strict=True)
         largest, needed = max(samples), max(bytes_needed)
         fits = True  # 2 * size, in constant + slope * 2 * size bytes
         if self._is_measured:
+            # By the last two sizes, which differ by size - size // 2; before the size 1 it is 0, with 0 bytes.
             slope = max(needed - self._needed_before, 0) / (size - size // 2)
             fits = (needed + slope * size) * _MARGIN <= min(bytes_free)
             self._size, self._needed_before = 2 * size if fits else size, needed
+        # A short batch does not show what the size needs.
         self._is_measured = largest >= self._size
         if not fits or self._size >= (largest if run.plan is None else run.plan.micro_batch_size):
             self._use(self._size)
@@ -159,6 +168,7 @@ class GrowingMicroBatch(AutoMicroBatch):
 def state_snapshot(task: nn.Module, metrics: Sequence[nn.Module]) -> Callable[[], None]:
     """Copy what a step changes besides parameters: random generators, buffers and metrics; return what restores it."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
+    # Also of the metrics: what a step has counted in them would be counted again.
     metric_states, generators = preserve_state(metrics), rng_state()
 
     def restore_state() -> None:
@@ -175,25 +185,28 @@ def resplit(batch: StepBatch, size: int | None) -> StepBatch:
     """Return the step batch in micro-batches of at most `size` samples, the same samples in the same order."""
     if size is None or all(micro_batch.num_samples <= size for micro_batch in batch.micro_batches):
         return batch
-    return replace(batch, micro_batches=[item for whole in batch.micro_batches for item in _split(whole, size)])
+    return replace(
+        batch, micro_batches=[item for micro_batch in batch.micro_batches for item in _split(micro_batch, size)]
+    )
 
 
-def _split(whole: MicroBatch, size: int) -> Iterator[MicroBatch]:
-    count = whole.num_samples
+def _split(micro_batch: MicroBatch, size: int) -> Iterator[MicroBatch]:
+    count = micro_batch.num_samples
     if count <= size:
-        yield whole
+        yield micro_batch
         return
-    for leaf in tree_leaves(whole.batch):
+    for leaf in tree_leaves(micro_batch.batch):
+        # A number or None is the same for every part; a list or text may have an item for each sample.
         if not isinstance(leaf, (Tensor, int, float, type(None))) or (
             isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != count
         ):
-            found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            kind = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise UserError(
-                f"micro_batch_size=auto cannot split a batch of {count} samples that holds {found}: only tensors with "
+                f"micro_batch_size=auto cannot split a batch of {count} samples that holds {kind}: only tensors with "
                 "a row for each sample can be split. Set strategy.micro_batch_size to a number."
             )
     for start in range(0, count, size):
-        yield MicroBatch(rows(whole.batch, slice(start, start + size), of=count), min(size, count - start))
+        yield MicroBatch(rows(micro_batch.batch, slice(start, start + size), of=count), min(size, count - start))
 
 
 def _first_line(reason: str) -> str:

@@ -78,16 +78,18 @@ class PhaseControl:
         micro-batch, as tensors on the device that nothing waits for. Gradients accumulate until `step`.
         """
         current = self._find(phase)
+        # Before each backward, also of the same phase: another one may have been trained in between.
         current.begin(step)
         outputs = current.forward_backward(self.batch)
         for output in outputs:
             metrics = {f"{phase}/{name}": value for name, value in output.metrics.items()}
             if output.loss is not None:
                 metrics[f"{phase}/loss"] = output.loss
+            # Names of several phases would collide in the means: each phase has a loss.
             objects = [counted._replace(name=f"{phase}/{counted.name}") for counted in output.objects]
             named = StepOutput(output.loss, output.weight, metrics, own_weight=output.own_weight, objects=objects)
             self.outputs.append(named)
-        last = outputs[-1] if outputs else None
+        last = outputs[-1] if outputs else None  # a rank without samples has no outputs
         return {} if last is None or last.loss is None else {"loss": last.loss, **last.metrics}
 
     def step(self, phase: str) -> None:
@@ -96,7 +98,7 @@ class PhaseControl:
         norm = current.update()
         current.step_schedules()
         if norm is not None:
-            self.norms[phase] = norm
+            self.norms[phase] = norm  # kept on the device; the loop reads it when it logs
 
     def due(self, phase: str) -> bool:
         """Return True if the phase runs in this step, by its `every`."""
@@ -110,11 +112,11 @@ class PhaseControl:
                 self.step(phase)
 
     def _find(self, phase: str) -> PhaseStep:
-        found = self._phases.get(phase)
-        if found is None:
+        phase_step = self._phases.get(phase)
+        if phase_step is None:
             hint = nearest(phase, self._phases)
             raise UserError(f"unknown phase {phase!r}.{hint} configure_phases declares {', '.join(self._phases)}.")
-        return found
+        return phase_step
 
 
 def phased_step(task: TaskModule, state: TrainState, phases: Sequence[PhaseStep]) -> TrainStep:
@@ -129,4 +131,5 @@ def phased_step(task: TaskModule, state: TrainState, phases: Sequence[PhaseStep]
             control.run_due_phases()
         return control.outputs
 
+    # Nothing remains for `finish`: each phase was updated before the next one began, as a GAN needs it.
     return TrainStep(begin, lambda: None, control.norms)

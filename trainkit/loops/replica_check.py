@@ -1,6 +1,6 @@
 """ReplicaCheck: the replicas of a task have the same weights, compared by checksums that travel with the metrics.
 
-What a step or a callback writes by itself, from its samples or from random numbers, no strategy averages.
+No strategy averages what a step or a callback writes by itself, from its samples or from random numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class ReplicaCheck:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        # `world_size`, not `num_processes`: the stages of a pipeline are no replicas of each other.
         self._has_replicas = run.strategy.comm.world_size > 1
         self._parameters = list(run.task.parameters())
         self._steps = 0
@@ -45,10 +46,12 @@ class ReplicaCheck:
     ) -> list[StepOutput]:
         self._steps += 1
         if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
+            # Private: torch has no public count of writes to a tensor; comparing values would cost a copy and a wait.
             versions = [parameter._version for parameter in self._parameters]
             with self._shared_buffers_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
                 outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
+                # Only the update may write to a parameter: otherwise later micro-batches have other weights.
                 if parameter._version != version and not self._run.strategy.updates_in_backward:
                     self._refuse_write(parameter)
         else:
@@ -64,17 +67,20 @@ class ReplicaCheck:
         buffers = BufferWrites(local_state(run.strategy, run.task), run.task)
         # In a pipeline the first step is also traced, and compared with one process.
         is_followed = self._steps > 1 or run.strategy.supports_module_hooks
+        # Around each forward, which is one micro-batch.
         release = run.precision.surround(buffers.micro_batch if is_followed else nullcontext)
         try:
             yield
         finally:
             release()
+        # After the step, so that an error of the step itself is the one that is raised.
         for name in buffers.names:
             raise UserError(shared_by_micro_batches(type(run.strategy).__name__, run.task, name))
 
     def sums(self, *, with_buffers: bool) -> Tensor | None:
         """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
         tensors = self._replicated(with_buffers=with_buffers)
+        # One checksum of all tensors, to travel with the metrics; the one that differs is looked up only if need be.
         return summands([tensors.values()])[0] if tensors else None
 
     def check_sums(self, sums: Sequence[float] | None, *, with_buffers: bool) -> None:
@@ -92,11 +98,12 @@ class ReplicaCheck:
         if not self._has_replicas:
             return {}
         tensors = self._run.strategy.replicated(self._run.task)
-        return {name: each for name, each in tensors.items() if with_buffers or isinstance(each, nn.Parameter)}
+        return {name: tensor for name, tensor in tensors.items() if with_buffers or isinstance(tensor, nn.Parameter)}
 
     def _raise_difference(self, *, with_buffers: bool) -> None:
         run, tensors = self._run, self._replicated(with_buffers=with_buffers)
         comm = run.strategy.comm
+        # A second collective, with a row for each tensor. All ranks get here, since all have seen the same sums.
         rows = zip(tensors, comm.all_reduce(summands([[tensor] for tensor in tensors.values()])).tolist(), strict=True)
         name = next(name for name, sums in rows if not are_equal(sums, num_ranks=comm.world_size))
         raise UserError(
@@ -106,7 +113,7 @@ class ReplicaCheck:
 
     def _refuse_write(self, parameter: nn.Parameter) -> None:
         run = self._run
-        name = next((name for name, each in run.task.named_parameters() if each is parameter), "a parameter")
+        name = next((name for name, other in run.task.named_parameters() if other is parameter), "a parameter")
         raise UserError(
             f"{type(run.strategy).__name__}: step {run.state.step + 1} changes {name} in place in each of its "
             f"micro-batches. {_cause(run.task, name)} The global batch as one would change it once. {_REMEDY}"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_SHOWN = 20
+SAMPLES_SHOWN = 20  # of a message
 
 
 class RollbackRequested(Exception):  # not an error: training continues
@@ -75,6 +75,7 @@ class NonFinitePolicy:
                 "on_nonfinite=rollback restores checkpoints, and this run has no folder for any: a loss that is not "
                 "finite ends it, as with on_nonfinite=raise."
             )
+        # A mask of minus infinity does not mean divergence; without its name every save would be refused.
         names = untrained_nonfinite_state(self._run.task, local_state(strategy, self._run.task))
         if strategy.comm.any_rank(bool(names)):  # stages hold parts of the task
             self._point.never_finite = frozenset(chain.from_iterable(strategy.comm.all_gather_object(names)))
@@ -82,6 +83,7 @@ class NonFinitePolicy:
     def start(self) -> None:
         """Save a first checkpoint to roll back to, if the policy needs one and this run has none; collective."""
         run = self._run
+        # The main rank alone reads the folder; a save that only it makes would wait for the other ranks forever.
         if self._policy == "rollback" and not run.strategy.comm.broadcast_object(self._point.start()):
             run.checkpointer.save(reason="start")
 
@@ -97,6 +99,7 @@ class NonFinitePolicy:
     def check(self) -> bool:
         """Apply the policy to losses that are not logged yet; return True if the weights may be saved. Collective."""
         first_bad = self.means.first_nonfinite_step()
+        # The policy has collectives, so all ranks apply it, or none does.
         if self._run.strategy.comm.any_rank(first_bad is not None):
             self.on_nonfinite_loss(first_bad)
         return self._weights_are_sound
@@ -110,6 +113,7 @@ class NonFinitePolicy:
         if not self.check():
             return False
         run = self._run
+        # The weights are those that the user gave: nothing has been computed yet.
         if run.state.step == 0:
             return True
         name = self._nonfinite_name()
@@ -143,8 +147,9 @@ class NonFinitePolicy:
             where = f"at step {step}" if step is not None else "on another rank"
             self._stop(f"the loss became NaN or infinite {where}")
             return
-        first, place = self._place(step)
-        cause = f"the loss became NaN or infinite {place}"
+        # All ranks must raise the same: `step` is None on a rank whose losses are finite.
+        first, location = self._place(step)
+        cause = f"the loss became NaN or infinite {location}"
         if self._policy == "rollback" and first is not None:
             raise RollbackRequested(first, cause)
         name = self._first_of_ranks(self._nonfinite_name())
@@ -157,6 +162,8 @@ class NonFinitePolicy:
     def skip_step(self) -> None:
         """Step only the schedules; raises RollbackRequested if the previous step is to blame. Collective."""
         run, step = self._run, self._run.state.step + 1
+        # If the repeated steps left finite weights, the loss of this step itself was bad. Otherwise the gradient of the
+        # step before it has spoiled them, and that step is listed in its place.
         if self._suspect is not None and self._suspect[0] == step:
             cause, self._suspect = self._suspect[1], None
             name = self._first_of_ranks(self._nonfinite_name())
@@ -173,6 +180,7 @@ class NonFinitePolicy:
     def _stop(self, cause: str) -> None:
         self._weights_are_sound = False
         self._run.request_stop(cause)
+        # Every rank gets here at the same step: all agree on the stop at the end of this one, not some steps later.
         self._run.may_be_stopped = True
 
     # ---- Rollback
@@ -181,6 +189,7 @@ class NonFinitePolicy:
         """Restore the last checkpoint before the step of the request, and list that step to be skipped; collective."""
         run = self._run
         self._rollbacks += 1
+        # Weights that diverge again and again would be rolled back without end.
         if self._rollbacks > self._max_rollbacks:
             raise NonFiniteLoss(
                 f"{request.cause}, after {self._max_rollbacks} rollbacks. Lower the learning rate, set "
@@ -193,13 +202,16 @@ class NonFinitePolicy:
                 "more often: callbacks.checkpoint.every=500step."
             ) from None
         self._point.restore(checkpoint)
+        # The step after it was listed first if this one is to blame; its loss was bad only through these weights.
         run.state.skipped_steps.discard(request.step + 1)
         run.state.skipped_steps.add(request.step)
         self._suspect = (request.step, request.cause)
+        # A stop that a step of the discarded part requested is requested again when that step is repeated.
         if run.stopped_by is None:
             run.stop_reason = None
         for destination in run.loggers:
             assert run.run_dir is not None
+            # Opened again at the restored step, a logger removes what the discarded steps have written.
             destination.close()
             destination.open(run.run_dir, step=run.state.step)
         if run.is_main:
@@ -218,13 +230,13 @@ class NonFinitePolicy:
     def _place(self, step: int | None) -> tuple[int | None, str]:
         """Return the first bad step of all ranks, and its rank and samples as text; collective."""
         run = self._run
-        place = None if step is None else (step, run.strategy.comm.rank, self._loader.sample_indices(step, run.state))
-        places = run.strategy.comm.all_gather_object(place)
-        found = [place for place in places if place is not None]
-        if not found:  # the bad loss was logged already
+        failure = None if step is None else (step, run.strategy.comm.rank, self._loader.sample_indices(step, run.state))
+        answers = run.strategy.comm.all_gather_object(failure)
+        failures = [failure for failure in answers if failure is not None]
+        if not failures:  # the bad loss was logged already
             return None, f"before step {run.state.step}"
-        first, rank, samples = min(found)
-        on_rank = f" on rank {rank}" if len(places) > 1 else ""
+        first, rank, samples = min(failures)
+        on_rank = f" on rank {rank}" if len(answers) > 1 else ""
         return first, f"at step {first}{on_rank}" + (f" (samples {list_samples(samples)})" if samples else "")
 
 
@@ -247,23 +259,26 @@ class RollbackPoint:
         if run.is_main and run.checkpointer.store is not None:
             with suppress(OSError):  # a save will report what is wrong with the folder
                 entries = run.checkpointer.store.entries()
+        # A rollback to another run's checkpoint, or to one of later steps than these, would leave this run's course.
         self._foreign = {entry.path for entry in entries if run.resumed_from is None or entry.step > run.state.step}
         return len(entries) > len(self._foreign)
 
     def checkpoint_before(self, step: int) -> tuple[int, Path] | None:
         """Return the step and path of the last complete checkpoint before `step` with finite weights; collective."""
         run = self._run
+        # A save in the background may be the last checkpoint before the step.
         run.checkpointer.wait()
-        found: tuple[int, Path] | None = None
+        checkpoint: tuple[int, Path] | None = None
         if run.is_main and run.checkpointer.store is not None:
             for entry in reversed(run.checkpointer.store.entries()):
                 if entry.path in self._foreign or entry.step >= step:
                     continue
+                # A damaged checkpoint: an earlier one may do.
                 with suppress(CheckpointError):
                     if is_finite_state(run.checkpointer.store.load(entry)["task"], except_for=self.never_finite):
-                        found = (entry.step, entry.path)
+                        checkpoint = (entry.step, entry.path)
                         break
-        return run.strategy.comm.broadcast_object(found)
+        return run.strategy.comm.broadcast_object(checkpoint)
 
     def restore(self, checkpoint: tuple[int, Path]) -> None:
         """Restore a checkpoint, but keep the clock, the skipped steps and the micro-batch size; collective."""
@@ -271,6 +286,7 @@ class RollbackPoint:
         from trainkit.checkpoint.store import load_from
 
         run, state = self._run, self._run.state
+        # A rollback must not take these back: the time is spent, and a listed step must not be made again.
         seconds, skipped_steps, size = state.own_seconds, state.skipped_steps, state.micro_batch_size
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1], run.strategy.comm).payload
@@ -282,6 +298,7 @@ class RollbackPoint:
         state.micro_batch_size = size  # found since the checkpoint, and in use
         run.resumed_from = resumed_from
         begin_training(run.task)
+        # `Checkpointer.restore` has put them into evaluation mode.
         for phase_optimizer in run.phase_optimizers:
             phase_optimizer.set_mode(training=True)
         for phase_optimizer in run.phase_optimizers:  # of the step that was not finished
@@ -298,10 +315,12 @@ def nonfinite_state(state: Mapping[str, Tensor]) -> list[str]:
     candidates = [(name, tensor.detach()) for name, tensor in state.items() if _may_be_nan(tensor)]
     # A sum is finite only if all its terms are; it takes a fortieth of the time of checking each element.
     by_device: dict[torch.device, list[Tensor]] = {}
+    # One answer for each device, not for each tensor: reading it waits for the device.
     for _, tensor in candidates:
         by_device.setdefault(tensor.device, []).append(torch.isfinite(tensor.sum()))
     if all(bool(torch.stack(finite).all()) for finite in by_device.values()):
         return []
+    # Element by element, since a sum of finite values may overflow.
     return [name for name, tensor in candidates if not _is_finite(tensor)]
 
 
@@ -313,6 +332,7 @@ def untrained_nonfinite_state(task: nn.Module, state: Mapping[str, Tensor]) -> l
 
 def is_finite_state(state: dict[str, Any], *, except_for: Collection[str] = ()) -> bool:
     """Return True if every tensor of a state dict is finite, except those named in `except_for`."""
+    # `in_memory` for each tensor: all of them at once might not fit.
     return all(_is_finite(in_memory(value)) for name, value in state.items() if name not in except_for)
 
 
@@ -321,4 +341,5 @@ def _is_finite(value: Any) -> bool:
 
 
 def _may_be_nan(tensor: Tensor) -> bool:
+    # A meta tensor is a placeholder of another stage's values.
     return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from trainkit.profiling import PeakMemoryTracker
 
 logger = logging.getLogger(__name__)
+# Packages whose callbacks request a stop before the first step or in `on_evaluation_end` only: their other hooks need
+# no agreement of ranks.
 _NEVER_STOP = ("trainkit.callbacks.", "trainkit.integrations.")
 
 
@@ -134,13 +136,16 @@ class Run:
         if self.loggers:
             from trainkit.loggers.guarded import SafeLogger
 
+            # A full disk or a lost server must not end the training: SafeLogger turns errors of a logger into warnings.
             self.loggers = [SafeLogger(destination) for destination in self.loggers]
         self.loaders: list[BatchLoader] = []  # of evaluations
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks: dict[str, list[Callable[..., None]]] = {}
         for callback in self.callbacks:
+            # Resolved once: a hook that no callback overrides then costs one dictionary look-up in each step.
             for name, hook in callback.overridden_hooks().items():
                 self._hooks.setdefault(name, []).append(hook)
+        # True at first: a hook may have requested a stop before the ranks agree for the first time.
         self.may_be_stopped = True
         """True if a hook was called that may have requested a stop, since ranks agreed on it last."""
         self.checkpointer = Checkpointer(self)
@@ -170,6 +175,8 @@ class Run:
     def follow_stopping_hooks(self) -> None:
         """Set `may_be_stopped` after each hook that may request a stop on any rank; collective."""
         stopping = {name for name, hooks in self._hooks.items() if _may_stop(name, hooks)}
+        # Callbacks may differ by rank. Without the union, a rank whose hooks never stop would skip the collective of
+        # `should_stop_now`, and the others would wait for it forever.
         for name in set().union(*self.strategy.comm.all_gather_object(stopping)):
             self._hooks.setdefault(name, []).append(_note_stop)
 
@@ -184,7 +191,7 @@ class Run:
     @contextmanager
     def optimizers_in_evaluation(self) -> Iterator[None]:
         """Give the task the weights to evaluate with, inside the context, if an optimizer trains others."""
-        modes = [(each, each.is_training) for each in self.phase_optimizers]
+        modes = [(optimizer, optimizer.is_training) for optimizer in self.phase_optimizers]
         for phase_optimizer, _ in modes:
             phase_optimizer.set_mode(training=False)
         try:
@@ -195,11 +202,13 @@ class Run:
 
     def request_stop(self, reason: str) -> None:
         """Stop training after this step, on all ranks; `reason` is written to the summary."""
+        # The first reason counts: later ones are often its consequences.
         if self.stop_reason is None:
             self.stop_reason = reason
 
     def sync_stop_signal(self) -> bool:
         """Set `stopped_by` to the first rank's signal; return True if any rank received one. Collective."""
+        # A signal may reach only some of the ranks. All take the first one's, so that they end with the same exit code.
         received = self.strategy.comm.all_gather_object(self.signals.received)
         self.stopped_by = next((number for number in received if number is not None), None)
         return self.stopped_by is not None
@@ -213,8 +222,10 @@ class Run:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write metrics under their full names (`validation/loss`); they must be the same on every rank."""
+        # Before the write: an open file of a logger outlives its removed folder, and swallows what is written to it.
         self.check_folder()
         self.state.metrics.update(metrics)
+        # `metrics` keeps the latest value of each; a checkpoint is listed only with those of its step.
         self._measured_at.update(dict.fromkeys(metrics, self.state.step))
         for destination in self.loggers:
             destination.write(metrics, step=self.state.step)
@@ -229,6 +240,7 @@ class Run:
         if self.loggers:
             from trainkit.loggers.media import to_uint8_image
 
+            # Converted once for all loggers, since it copies the image from the device.
             picture = to_uint8_image(image)
             for destination in self.loggers:
                 destination.write_image(name, picture, step=self.state.step)
@@ -248,6 +260,7 @@ class Run:
         for method in self._hooks.get("on_exception", ()):
             try:
                 method(self, error)
+            # Only logged: the exception that ends the run is the one that the user must see.
             except Exception:
                 logger.exception("on_exception failed after %s", self.stop_reason)
 
@@ -255,6 +268,7 @@ class Run:
         """Close the checkpointer, loaders, callbacks and loggers, each even if another fails; not collective."""
         errors: list[Exception] = []
         loaders = self.loaders if self.loader is None else [*self.loaders, self.loader]
+        # The checkpointer first: a background save must end before what it may still use is closed.
         closing: list[Any] = [self.checkpointer, *loaders, *self.callbacks, *self.loggers]
         for item in closing:
             try:
@@ -283,6 +297,7 @@ class Checkpointer:
         """True if parameters that do not train are not saved, only their hash."""
         self.first_buffers: Shapes = {}
         """The shapes of the buffers before the run was restored; those that training changes are listed."""
+        # The hash reads all frozen parameters, so it is computed again only if other parameters are frozen.
         self._frozen: tuple[frozenset[str], dict[str, Any]] = frozenset(), {}  # names, and what is saved of them
 
     @cached_property
@@ -311,10 +326,13 @@ class Checkpointer:
 
         """
         run = self._run
+        # Collective: the policy for losses and the comparison of replicas may raise here, before anything is written.
         if self.store is None or not run.weights_are_finite():
             return None
         run.check_folder()
         self._warn_of_unsaved_state()
+        # Until a sharded save is listed the main process holds the lock of the folder, and only polls of all ranks move
+        # the save on: a second one would wait for that lock until it times out.
         self._wait_for_shards()
         with run.optimizers_in_evaluation():  # a resume brings back the weights to train, from the optimizer's state
             return self._save(reason=reason, background=background, sharded=sharded, then=then)
@@ -323,6 +341,7 @@ class Checkpointer:
         run, state = self._run, self._run.state
         assert self.store is not None
         shards = self._shards() if sharded else None
+        # On every rank, although the main one alone writes it: gathering the state is collective.
         payload = self._payload(shards)
         name, metrics = f"step_{state.step:08d}", run.metrics_of_this_step()
         labels: Labels = {"name": name, "step": state.step, "epoch": state.epoch, "metrics": metrics, "reason": reason}
@@ -332,6 +351,7 @@ class Checkpointer:
             from trainkit.checkpoint.sharded_save import save_sharded
 
             return save_sharded(self.store, payload, shards.shards, comm=run.strategy.comm, then=then, **labels)
+        # For an unsharded save too: its thread holds the folder's lock, for which the main process would wait.
         self.wait()
         self._shard_writer(self.store).save(payload, shards.shards, then=then, **labels)
         return None
@@ -355,7 +375,7 @@ class Checkpointer:
         if shards is not None:
             self._shard_writer(self.store).prepare(shards.shards)
             return
-        payload = self._task_and_optimizers()
+        payload = self._task_and_optimizers()  # collective, so not on the main rank alone
         if self._run.strategy.comm.is_main:
             self._async_writer(self.store).prepare(payload)
 
@@ -383,6 +403,7 @@ class Checkpointer:
             if self._writer is not None:
                 self._writer.close()
         finally:
+            # Also if the other writer raises: the lock of an unfinished save must be released and its shards removed.
             if self._sharded_writer is not None:
                 self._sharded_writer.close()
 
@@ -403,7 +424,9 @@ class Checkpointer:
         self.load_weights(payload, where=where)
         saved = _saved_by_phase(payload["optimizer"], payload["schedules"], run.phase_optimizers, where=where)
         for phase_optimizer, (optimizer, schedules) in zip(run.phase_optimizers, saved, strict=True):
+            # All phases are checked before any is loaded, so that an error leaves no optimizer half restored.
             phase_optimizer.check_saved(optimizer, schedules, where=where)
+        # A rollback restores what this run has saved, and its state is no longer that of a new run.
         problem = next(self._unlike(payload, saved), None) if is_new else None
         if problem is not None:
             raise CheckpointError(f"{where} holds a state that cannot be restored: {problem}.")
@@ -411,6 +434,7 @@ class Checkpointer:
         for phase_optimizer, (optimizer, schedules), spikes in restored:
             state = self._with_settings(phase_optimizer, optimizer, schedules, payload.get("settings", {}))
             strategy.load_optimizer_state_dict(run.task, phase_optimizer, state)
+            # Checked again: the schedule that was saved may end before the run does.
             phase_optimizer.settings.check_length(run.max_steps, phase_optimizer.schedules)
             if phase_optimizer.spikes is not None:
                 phase_optimizer.spikes.load_state_dict(spikes)
@@ -429,9 +453,10 @@ class Checkpointer:
                 run.state.epoch,
             )
         if run.means is not None:
+            # The next log has the samples of all ranks since the last one, as without the resume.
             run.means.load_state_dict(payload.get("means", {}), strategy.comm)
         for name, callback in _named(run.callbacks):
-            if name in payload["callbacks"]:
+            if name in payload["callbacks"]:  # a callback that was added since starts fresh
                 state = payload["callbacks"][name]
                 callback.load_state_dict(state if callback.loads_from_disk else in_memory(state))
         run.resumed_from, run.restored_step = where, run.state.step
@@ -443,9 +468,9 @@ class Checkpointer:
         from trainkit.checkpoint.likeness import unlike
 
         run, phases = self._run, self._run.phase_optimizers
-        own = {
+        expected = {
             "state": run.state.state_dict(),
-            "rng": [rng_state(devices=False)] * len(payload["rng"]),
+            "rng": [rng_state(devices=False)] * len(payload["rng"]),  # another machine may have other GPUs
             "means": {name: [math.inf, math.inf] for name in payload.get("means", {})},  # a metric may be NaN
             "scaler": run.precision.state_dict() if run.precision.scaler is not None and payload["scaler"] else {},
             "spikes": [
@@ -453,19 +478,24 @@ class Checkpointer:
             ],
             "callbacks": {
                 # The callbacks may have been used in an earlier run, and a best value may be infinite.
-                name: {key: math.inf if isinstance(own, float) else own for key, own in callback.state_dict().items()}
+                name: {
+                    key: math.inf if isinstance(expected, float) else expected
+                    for key, expected in callback.state_dict().items()
+                }
                 for name, callback in _named(run.callbacks)
                 if type(callback).__module__.startswith("trainkit.callbacks.") and name in payload["callbacks"]
             },
+            # None fits any plain value.
             "num_items": None,
             "num_moments": None,
         }
-        yield from unlike(own, payload, "payload")
+        yield from unlike(expected, payload, "payload")
         for phase_optimizer, (optimizer, schedules) in zip(phases, saved_by_phase, strict=True):
             settings = payload.get("settings", {})
             settings = settings.get(phase_optimizer.phase, {}) if phase_optimizer.phase else settings
             yield from unlike(dict.fromkeys(settings), settings, "settings")
             yield from phase_optimizer.settings.unlike(optimizer, schedules, saved=settings)
+        # Torch loads a state without the moments of a parameter, and starts them again from zero.
         if payload.get("num_moments") not in (None, _num_values(payload["optimizer"], phases)):
             yield "values are missing in the state of the optimizer"
 
@@ -493,23 +523,26 @@ class Checkpointer:
         from trainkit.checkpoint.serialization import check_state_dict, same_errors, saved_weights
 
         task, strategy = self._run.task, self._run.strategy
-        saved, own = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict(keep_vars=True)
+        # keep_vars: without it torch detaches each parameter, which a guarded shard of fsdp refuses.
+        saved, task_state = saved_weights(payload, where, to_evaluate=to_evaluate), task.state_dict(keep_vars=True)
         if payload.get(FROZEN):
-            saved = completed(saved, payload[FROZEN], own)
+            saved = completed(saved, payload[FROZEN], task_state)
         # A rollback may go back to a step before they were resized.
         unchanged = [
             name for name, shape in self.first_buffers.items() if shape == getattr(saved.get(name), "shape", None)
         ]
         resize_buffers(task, saved, [*payload.get(RESIZED, ()), *unchanged], strategy.device)
-        own = task.state_dict(keep_vars=True)
-        check_state_dict(without_custom_loading(task, own), without_custom_loading(task, saved), where)
+        task_state = task.state_dict(keep_vars=True)
+        check_state_dict(without_custom_loading(task, task_state), without_custom_loading(task, saved), where)
         if payload.get(FROZEN):
             with same_errors(strategy.comm):
+                # All ranks gather the frozen parameters, and one hashes them: its error must end them all.
                 state = strategy.state_dict(task)
                 if strategy.comm.is_main:
                     check_frozen(payload[FROZEN], state, where)
         try:
             strategy.load_state_dict(task, saved)
+        # Errors of the device and of collectives are passed on: the checkpoint is to blame for what does not fit only.
         except RuntimeError as error:
             if not str(error).startswith("Error(s) in loading state_dict"):  # torch's, of keys and shapes
                 raise
@@ -525,6 +558,7 @@ class Checkpointer:
         if len(states) == strategy.comm.num_processes and payload["layout"] == self._layout():
             set_rng_state(states[strategy.comm.process])
         else:
+            # More than any number of ranks, so that no two pairs of step and rank get the same seed.
             seed_everything(run.seed + 1_000_003 * run.state.step + strategy.comm.rank)
 
     # ---- What is saved
@@ -536,15 +570,21 @@ class Checkpointer:
         optimizers = task_and_optimizers["optimizer"]
         payload = {
             **task_and_optimizers,
-            "settings": _by_phase([each.settings.record() for each in run.phase_optimizers], run.phase_optimizers),
+            "settings": _by_phase(
+                [optimizer.settings.record() for optimizer in run.phase_optimizers], run.phase_optimizers
+            ),
             "num_moments": None if shards is not None else _num_values(optimizers, run.phase_optimizers),
-            "schedules": _by_phase([each.schedule_state() for each in run.phase_optimizers], run.phase_optimizers),
-            "spikes": [{} if each.spikes is None else each.spikes.state_dict() for each in run.phase_optimizers],
+            "schedules": _by_phase(
+                [optimizer.schedule_state() for optimizer in run.phase_optimizers], run.phase_optimizers
+            ),
+            "spikes": [
+                {} if optimizer.spikes is None else optimizer.spikes.state_dict() for optimizer in run.phase_optimizers
+            ],
             "strategy": strategy.strategy_state(),
             "scaler": {} if run.precision.scaler is None else run.precision.state_dict(),
             "state": run.state.state_dict(),
             "loader": run.loader.state_dict(run.state.position),
-            "rng": strategy.comm.all_gather_object(rng_state()),
+            "rng": strategy.comm.all_gather_object(rng_state()),  # of every rank, for a resume on the same layout
             "layout": self._layout(),
             "batch_size": None if run.plan is None else run.plan.batch_size,
             "num_items": run.loader.num_items,
@@ -553,8 +593,10 @@ class Checkpointer:
             "config": run.config,
             "task_class": f"{type(run.task).__module__}.{type(run.task).__qualname__}",
         }
+        # The state is complete on the main rank only.
         if run.is_main and self.first_buffers:
             payload[RESIZED] = resized_names(payload["task"], self.first_buffers, run.task)
+        # Last, so that callbacks see all of the payload and may add to it.
         run.emit("on_save", payload)
         return payload
 
@@ -569,6 +611,8 @@ class Checkpointer:
         if self.store is None:
             return
         assert run.loader is not None
+        # `state_dict` would gather and copy tensors. Of the values of the task only these, which its code makes, may be
+        # of a kind that cannot be saved.
         extra = {
             f"{name}._extra_state" if name else "_extra_state": module.get_extra_state()
             for name, module in run.task.named_modules()
@@ -578,26 +622,26 @@ class Checkpointer:
         groups = [
             {
                 "param_groups": [
-                    {k: v for k, v in group.items() if k != "params"} for group in each.optimizer.param_groups
+                    {k: v for k, v in group.items() if k != "params"} for group in optimizer.optimizer.param_groups
                 ]
             }
-            for each in phases
+            for optimizer in phases
         ]
         states = {
             "task": extra,
             "optimizer": _by_phase(groups, phases),
-            "schedules": _by_phase([each.schedule_state() for each in phases], phases),
+            "schedules": _by_phase([optimizer.schedule_state() for optimizer in phases], phases),
             "loader": run.loader.first_state(),
             "callbacks": {name: callback.state_dict() for name, callback in _named(run.callbacks)},
         }
-        PayloadVisitor(lambda tensor, place: tensor).convert(states)
+        PayloadVisitor(lambda tensor, path: tensor).convert(states)  # raises for the first value that is not plain
 
     def _task_and_optimizers(self, shards: ShardedState | None = None) -> dict[str, Any]:
         """Return the task's and its optimizers' state, complete on the main rank or with placeholders; collective."""
         run = self._run
         if shards is not None:
             return {"task": shards.task, "optimizer": _by_phase(shards.optimizers, run.phase_optimizers)}
-        optimizers = [run.strategy.optimizer_state_dict(run.task, each) for each in run.phase_optimizers]
+        optimizers = [run.strategy.optimizer_state_dict(run.task, optimizer) for optimizer in run.phase_optimizers]
         state = {"task": run.strategy.state_dict(run.task), "optimizer": _by_phase(optimizers, run.phase_optimizers)}
         if self.trainable_only and run.is_main:
             from trainkit.checkpoint.frozen_weights import FROZEN, frozen_names, record_of, without
@@ -614,6 +658,7 @@ class Checkpointer:
 
     def _layout(self) -> str:
         strategy = self._run.strategy
+        # A rank that moved computes other samples, for which its random numbers were not drawn.
         places = f" {strategy.places()}" if isinstance(strategy, PlacesRanks) else ""
         return f"{type(strategy).__name__} {self._run.plan!r}{places}"
 
@@ -626,6 +671,7 @@ class Checkpointer:
         failure: UserError | None = None
         if comm.is_main:
             try:
+                # A save in the background may have failed: its error must not be lost under this one's.
                 if self._writer is not None:
                     self._writer.wait()
                 if background:
@@ -636,6 +682,8 @@ class Checkpointer:
                         then(entry)
             except UserError as error:
                 failure = error
+        # The other ranks wait here for the main one. Without its error they would train on, and wait forever in their
+        # next collective.
         failure = comm.broadcast_object(failure)
         if failure is not None:
             raise failure
@@ -690,7 +738,7 @@ def _by_phase(states: Sequence[Any], phase_optimizers: Sequence[PhaseOptimizer])
 
 def _num_values(optimizers: Any, phase_optimizers: Sequence[PhaseOptimizer]) -> int:
     """Return the number of values of parameters, such as moments, in the saved state of optimizers."""
-    states = [optimizers[each.phase] if each.phase else optimizers for each in phase_optimizers]
+    states = [optimizers[optimizer.phase] if optimizer.phase else optimizers for optimizer in phase_optimizers]
     return sum(len(values) for state in states for values in state["state"].values())
 
 
@@ -699,6 +747,7 @@ def _saved_by_phase(
 ) -> list[tuple[Any, Any]]:
     """Return each optimizer's saved state and schedules; raises UserError if they are of other phases."""
     names = [optimizer.phase for optimizer in phase_optimizers]
+    # The state of a task without phases is that of its optimizer, with the keys of torch.
     saved = [""] if "param_groups" in optimizers else list(optimizers)
     if sorted(saved) != sorted(names):
         raise UserError(f"{where} was saved {_described(saved)}, and this task is trained {_described(names)}.")

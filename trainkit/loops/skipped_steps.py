@@ -39,7 +39,7 @@ class SkippedSteps:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._before: dict[str, BufferSnapshot] = {}  # of each phase between its first backward and its update
-        self._flags: list[tuple[int, Tensor]] = []
+        self._flags: list[tuple[int, Tensor]] = []  # step, a scalar on the device
         self._steps: list[int] = []
 
     def wrap(self, step: PhaseStep) -> PhaseStep:
@@ -48,16 +48,18 @@ class SkippedSteps:
         phase_optimizer = next(item for item in self._run.phase_optimizers if item.phase == phase)
 
         def snapshot_first(batch: StepBatch) -> list[StepOutput]:
+            # The phase's first backward of the step: later ones add to the same gradient, and are skipped with it.
             if phase not in self._before:
                 self._before[phase] = BufferSnapshot(_held_buffers(self._run))
             return forward_backward(batch)
 
         def then_restore() -> Tensor | None:
             norm = update()
-            before, flag = self._before.pop(phase, None), phase_optimizer.skipped
+            snapshot, flag = self._before.pop(phase, None), phase_optimizer.skipped
             if flag is not None:
-                if before is not None:
-                    before.restore_where(flag)
+                if snapshot is not None:
+                    snapshot.restore_where(flag)
+                # Kept on the device: reading it here would make the CPU wait in every step.
                 self._flags.append((self._run.state.step + 1, flag))
                 if len(self._flags) >= _FOLD_AT:
                     self._fold()
@@ -68,12 +70,15 @@ class SkippedSteps:
     def warn(self, bad: Sequence[int], loader: BatchLoader) -> None:
         """Warn about the steps skipped since the last call; `bad`: those with a bad loss on this rank. Collective."""
         self._fold()
+        # A step may be there twice, if several of its phases were skipped.
         steps, self._steps = list(dict.fromkeys(self._steps)), []
         shown = steps[:STEPS_SHOWN]
+        # The same on every rank, since the flags are decided by reduced gradients: all ranks gather, or none does.
         if not shown:
             return
         run = self._run
         here = {step: (step in bad, loader.sample_indices(step, run.state)) for step in shown}
+        # By rank: the message names the first rank with a bad loss.
         of_ranks = dict(sorted(run.strategy.comm.all_gather_object((run.strategy.comm.rank, here)), key=itemgetter(0)))
         if run.is_main:
             causes = [_cause(step, {rank: reasons[step] for rank, reasons in of_ranks.items()}) for step in shown]
@@ -96,6 +101,7 @@ def skip_listed_steps(step: TrainStep, state: TrainState, skip: Callable[[], Non
 
     def begin(batch: StepBatch) -> list[StepOutput]:
         nonlocal skips
+        # Decided once for both calls, between which the count of steps must not move the answer.
         skips = state.step + 1 in state.skipped_steps
         if skips:
             skip()
@@ -120,9 +126,11 @@ class BufferSnapshot:
     def restore_where(self, flag: Tensor) -> None:
         """Restore the buffers if the flag is set, without waiting for the device."""
         with torch.no_grad():
-            for group, before in zip(self._groups, self._before, strict=True):
-                chosen = torch.where(flag.to(before.device), before, _flat(group))
+            for group, saved_values in zip(self._groups, self._before, strict=True):
+                # On the device in both cases: an `if` would have to read the flag.
+                chosen = torch.where(flag.to(saved_values.device), saved_values, _flat(group))
                 values = chosen.split([buffer.numel() for buffer in group])
+                # Private: torch has no public call that copies a list of tensors; one `copy_` each is one launch each.
                 torch._foreach_copy_(
                     group, [value.view_as(buffer) for value, buffer in zip(values, group, strict=True)]
                 )
@@ -151,6 +159,7 @@ def _has_values(buffer: Tensor) -> bool:
     """Return True if a step may write to the buffer: not to a placeholder for one of another stage."""
     if buffer.is_meta or buffer.layout != torch.strided or buffer.numel() == 0:
         return False
+    # An expanded tensor, whose elements share memory, as placeholders do.
     return all(stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
 
 

@@ -51,7 +51,7 @@ class StepTimer:
         """Steps since the last `take`."""
         self._strategy = strategy
         self._loader = loader
-        self._received = 0.0
+        self._received = 0.0  # seconds until batches were on the device, since the last `take`
         self._waited_before, self._data_before = self._waited_seconds(), loader.seconds_waited
         self._device = device = _DeviceTimer() if strategy.device.type == "cuda" else None
         self._forward, self._both = _PartTimer("forward", device), _PartTimer("both", device)
@@ -96,6 +96,7 @@ class StepTimer:
     ) -> list[StepOutput]:
         if not self._measures:
             return forward_backward(batch)
+        # Not again in a later phase of the step: its events belong to the same step.
         if self._device is not None and not self._in_step:
             self._device.begin_step(self._weight)
         self._in_step = True
@@ -145,9 +146,11 @@ class StepTimer:
         if self._strategy.device.type != "cpu":
             parts["copy"] = received - data
         if self._device is None:
+            # The measured steps may stand for fewer than all: those since the last one of them are not weighted.
             scale = self.steps / self._measured_weight if self._measured_weight else 0.0
             forward, both, optimizer = (part.take() * scale for part in (self._forward, self._both, self._optimizer))
             parts["forward"] = forward
+            # `both` includes the wait for other ranks, which all steps add to and not one of sixteen: hence the bound.
             parts["backward"] = max(both - forward - (communication or 0.0), 0.0)
             if communication is not None:
                 parts["communication"] = communication
@@ -161,13 +164,14 @@ class StepTimer:
         return parts
 
     def _on_device(self, seconds: float, parts: dict[str, float], communication: float | None) -> dict[str, float]:
-        """Return the parts on a device that works behind the CPU: waits of the CPU count only while the device is idle.
+        """Return the parts on a device that works after the CPU: waits of the CPU count only while the device is idle.
 
         It is idle while the CPU waits for other ranks in backward. Waits in the device's queue stay part of backward.
         """
         assert self._device is not None
         busy = self._device.take(self.steps)
         if communication is not None and busy:
+            # The events count this wait as backward: the device was idle between them.
             busy["communication"] = min(communication, busy["backward"])
             busy["backward"] -= busy["communication"]
         idle = max(seconds - sum(busy.values()), 0.0)
@@ -227,12 +231,13 @@ class _DeviceTimer:
     def take(self, steps: int) -> dict[str, float]:
         """Return the seconds of `steps` steps, extrapolated from the measured ones; waits for nothing."""
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        # A step whose last event has not passed counts in the next interval: `elapsed_time` would raise for it.
         done = [(weight, marks) for weight, marks in self._steps if marks[-1][1].query()]
         for weight, marks in done:
-            for (_, before), (name, event) in pairwise(marks):
+            for (_, previous), (name, event) in pairwise(marks):
                 part = "backward" if name in ("both", "between") else name
-                totals[part] += weight * before.elapsed_time(event) / 1e3
-            self._free += [event for _, event in marks]
+                totals[part] += weight * previous.elapsed_time(event) / 1e3  # from ms
+            self._free += [event for _, event in marks]  # used again: the driver makes each event
         self._steps = [step for step in self._steps if step not in done]
         measured = sum(weight for weight, _ in done)
         return {name: total * steps / measured for name, total in totals.items()} if done else {}

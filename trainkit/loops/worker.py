@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+# The environment variables by which a user sets what `keep_freed_memory` would change.
 MALLOC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
@@ -82,9 +83,11 @@ def fit_on_rank(
             reported = compilation_reported(run.run_dir if run.is_main else None)
             with nullcontext() if config.compile is None else reported, _exits_named(run):
                 loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
+                # After the restore, so that the speed counts this part of the run only.
                 seconds, samples = run.state.own_seconds, run.state.samples
                 loop.run()
         except BaseException as error:
+            # The record first: a callback may hang, and the ranks of a failed run are ended within seconds.
             record_failure(run, error)
             run.report_exception(error)
             _write_summary(run, _result_of(run, seconds, samples), status="failed")
@@ -105,12 +108,14 @@ def evaluate_on_rank(
         if checkpoint is not None:
             from trainkit.checkpoint.store import load_from
 
+            # Under torchrun each rank has resolved the path, and may have found another file; rank 0 decides.
             checkpoint = strategy.comm.broadcast_object(checkpoint)
             payload = load_from(checkpoint, strategy.comm).payload
             run.checkpointer.load_weights(payload, where=str(checkpoint), to_evaluate=True)
         loop = evaluation_loop(run, stage, limit=config.limits[stage])
         with _exits_named(run):
             outcome = loop.predict() if stage == "predict" else loop.run()
+        # After a stop the loop has returned None or []: no callback may take it for a result.
         if run.sync_stop_signal() and run.stopped_by is not None:
             raise Stopped(run.stopped_by.name, EXIT_CODES[run.stopped_by.name])
         run.emit("on_evaluation_end", stage, {} if stage == "predict" else outcome)
@@ -133,11 +138,14 @@ def run_on_rank(
     strategy: Strategy, config: FitConfig, task: TaskModule, data: Data, run_dir: Path | None
 ) -> Iterator[Run]:
     """Set this rank up for a run, and release everything at the end, also after an error; collective."""
+    # Signals first: one that comes during the setup must lead to an orderly end too.
     with StopSignals(strategy.stop_signals) as signals, _torch_flags(config), ExitStack() as stack:
         try:
+            # In the `try`: a setup that fails on one rank may have joined a process group that must be left.
             strategy.setup(config.precision)
             if config.keep_freed_memory and strategy.device.type == "cpu":
                 keep_freed_memory()
+            # Ranks draw different dropout masks; the stages of one pipeline replica share their rank, and so the masks.
             seed_everything(config.seed + strategy.comm.rank)
             if config.transforms is not None:
                 num_processes, device = strategy.comm.num_processes, strategy.device
@@ -153,12 +161,13 @@ def run_on_rank(
                 loggers=config.loggers if strategy.comm.is_main else [],
                 signals=signals,
                 seed=config.seed,
-                run_dir=strategy.comm.broadcast_object(run_dir),
+                run_dir=strategy.comm.broadcast_object(run_dir),  # under torchrun each rank has named one
                 remote=config.remote,
                 config=config.yaml,
             )
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
+                # In a separate stack, so that the lock can be exchanged if the folder is made again.
                 run.folder_lock = stack.enter_context(ExitStack())
                 run.folder_lock.enter_context(lock_run_dir(run.run_dir))
             try:
@@ -185,11 +194,13 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         check_payload(payload, str(checkpoint))
     if isinstance(run.strategy, PlacesRanks):
         saved = payload.get("strategy", {})
+        # Before the data is opened: a rank that moves reads another shard, and draws other random numbers.
         if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
             seed_everything(config.seed + run.strategy.comm.rank)
     run.checkpointer.resume_optimizer = config.resume_optimizer
     validation = _prepare_data(run, config)
     _check_hooks(run)
+    # Before the strategy partitions the task and the restore resizes buffers.
     run.checkpointer.first_buffers = buffer_shapes(run.task)
     _prepare_task(run, config)
     run.validates = validation is not None
@@ -202,6 +213,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
             run.checkpointer.restore(payload, where=str(checkpoint), is_new=True)
             if loop.auto_micro_batch is not None:
                 loop.auto_micro_batch.resume()
+            # Last: setting the micro-batch size may change the layout that it compares.
             run.checkpointer.restore_rng(payload)
     assert run.loader is not None
     if isinstance(run.strategy, PreparesSteps):
@@ -215,6 +227,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
                 for phase_optimizer in run.phase_optimizers:
                     phase_optimizer.check_monitored(metrics)
                 run.emit("on_evaluation_end", "sanity", metrics)
+    # After the restore: a logger removes what it holds beyond the restored step.
     _open_loggers(run)
     return loop
 
@@ -232,7 +245,7 @@ def _open_evaluation(run: Run, stage: str, *, limit: int | None) -> EvaluationLo
     sources = run.data.stage_data_by_name("validation" if stage == "sanity" else stage)
     seed = run.seed if run.data.seed is None else run.data.seed
     loaders = {name: open_loader(source, run.strategy, seed=seed, limit=limit) for name, source in sources.items()}
-    run.loaders += loaders.values()
+    run.loaders += loaders.values()  # closed at the end of the run
     return EvaluationLoop(run, loaders, stage=stage)
 
 
@@ -255,6 +268,7 @@ def _callbacks_of(task: TaskModule) -> Sequence[Callback]:
 
 def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
     """Return the checkpoint to resume: this run's own folder, if its ranks were lost and started again."""
+    # The ranks were lost after they had saved more than the checkpoint that the user named.
     if run.strategy.attempt and run.is_main and run.run_dir is not None:
         from trainkit.run_dir.resume_auto import latest_complete
 
@@ -280,6 +294,7 @@ def _prepare_data(run: Run, config: FitConfig) -> EvaluationLoop | None:
     if run.data.has("validation") and config.evaluate_every is not None:
         validation = _open_evaluation(run, "validation", limit=config.limits["validation"])
     loaders = {"train": loader, **({} if validation is None else validation.loaders)}
+    # Collective, with the loaders of all stages at once: ranks with other data would hang in a later step.
     order_warning = check_same_data(loaders, run.strategy.comm)
     if order_warning is not None and run.is_main:
         logger.warning(order_warning)
@@ -338,6 +353,7 @@ def _prepare_optimizers(run: Run, config: FitConfig) -> None:
 def _open_loggers(run: Run) -> None:
     if run.run_dir is None or not run.is_main:
         return
+    # The summary of an earlier part of the run would say that this one has finished, even if it is killed.
     clear_summary(run.run_dir)
     write_config(run.run_dir, run.config)
     write_environment(run)
@@ -345,6 +361,7 @@ def _open_loggers(run: Run) -> None:
         destination.open(run.run_dir, step=run.state.step)
         if run.config:
             destination.write_config(run.config)
+    # Last: until the first config is written, the check for a removed folder would find none.
     run.remake_folder = partial(_remake_folder, run, run.run_dir)
 
 
@@ -353,12 +370,14 @@ def _remake_folder(run: Run, folder: Path) -> None:
     try:
         make_run_dir(folder)
         if run.folder_lock is not None:
+            # The old lock is on a file that was removed with the folder, so it keeps no other run out.
             run.folder_lock.close()
             run.folder_lock.enter_context(lock_run_dir(folder))
         _open_loggers(run)
-        known = run.metrics_of_this_step()
-        for destination in run.loggers if known else ():
-            destination.write(known, step=run.state.step)
+        metrics = run.metrics_of_this_step()
+        for destination in run.loggers if metrics else ():
+            destination.write(metrics, step=run.state.step)
+    # The disk may be gone for good, and training does not need the folder until the next checkpoint.
     except (OSError, UserError) as error:
         logger.warning("the run folder %s was removed or moved, and cannot be made again: %s", folder, error)
         return
@@ -400,7 +419,7 @@ def _write_summary(run: Run, result: FitResult, *, status: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep freed memory in this process; do nothing with another C library, or if its settings were chosen.
+    """Make glibc keep freed memory in this process; do nothing with another C library, or if its settings were chosen.
 
     Otherwise glibc returns the memory of a step's gradients to the system, and the next step takes it again page by
     page. Allocations above 32 MiB, the most that glibc allows here, are still returned.
@@ -413,7 +432,9 @@ def keep_freed_memory() -> None:
     if chosen:
         logger.debug("freed memory is handled as %s says", ", ".join(chosen))
         return
+    # The process itself: it has the C library loaded, and Python has no call for mallopt.
     allocator = ctypes.CDLL(None)
+    # 32 MiB and the largest int: an allocation below the one comes from the heap, and the heap never shrinks.
     if allocator.mallopt(_M_MMAP_THRESHOLD, 2**25) and allocator.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1):
         logger.debug("%s keeps freed memory in this process (trainer.keep_freed_memory)", library)
 
@@ -426,6 +447,7 @@ def _torch_flags(config: FitConfig) -> Iterator[None]:
     if sets_deterministic:  # the call alone imports the compiler, which takes seconds
         torch.use_deterministic_algorithms(True)
     try:
+        # Global switches of torch: a later run in this process must find them as they were.
         with torch.autograd.set_detect_anomaly(detect_anomaly), warnings.catch_warnings():
             # A step that the fp16 scaler skips still counts for the schedules.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -38,7 +38,7 @@ class WeightedMeans:
         self.checksum_sums: list[float] | None = None
         """The sums over ranks of what the last `reduce` got as its checksum."""
         self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         self._outputs: list[StepOutput] = []
         self._steps: list[int] = []
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
@@ -83,9 +83,9 @@ class WeightedMeans:
 
     def load_state_dict(self, saved: Mapping[str, list[float]], collectives: Collectives) -> None:
         """Replace the sums by those of a `state_dict`; rank 0 counts the samples of all ranks."""
-        own = saved if collectives.rank == 0 else {}
+        counted = saved if collectives.rank == 0 else {}
         self._outputs, self._steps, self._losses, self._sizes = [], [], [], []
-        self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in own.items()}
+        self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in counted.items()}
         self._objects.reset()
 
     def first_nonfinite_step(self) -> int | None:
@@ -98,11 +98,11 @@ class WeightedMeans:
         # A sum is finite only if all its terms are: usually one number is read.
         if "loss" not in self._sums or math.isfinite(float(self._sums["loss"][0])):
             return []
-        found = []
+        nonfinite = []
         for losses, steps in self._losses:
             finite = torch.isfinite(losses).tolist()
-            found += [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
-        return list(dict.fromkeys(found))
+            nonfinite += [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
+        return list(dict.fromkeys(nonfinite))
 
     def _fold(self) -> None:
         """Sum up the outputs that are kept one by one."""
@@ -150,6 +150,7 @@ class MetricAccumulator:
                 self._is_elsewhere = True
                 continue
             of_name = self._found.setdefault(name, {})
+            # By id, which stays unique: the table holds the object. Each replica of dp has an object of the same name.
             of_name[id(metric)] = (metric, of_name.get(id(metric), (metric, 0))[1] + num_samples)
 
     def reduce(self, collectives: Collectives) -> dict[str, float]:
@@ -157,23 +158,27 @@ class MetricAccumulator:
 
         Each name is computed by the first process that counted it, so every rank has the same number.
         """
-        own = {
+        local_shards = {
             name: [MetricShard(states_on_host(metrics_in(metric)), samples) for metric, samples in of_name.values()]
             for name, of_name in self._found.items()
         }
         counted: dict[str, dict[int, list[MetricShard]]] = {}  # name -> rank -> shards
         owners: dict[str, int] = {}
-        for process, (rank, of_process) in enumerate(collectives.all_gather_object((collectives.rank, own))):
+        # Collective: every rank comes here, as `_HAS_OBJECTS` told all of them.
+        for process, (rank, of_process) in enumerate(collectives.all_gather_object((collectives.rank, local_shards))):
             for name, shards in of_process.items():
                 owners.setdefault(name, process)
                 counted.setdefault(name, {}).setdefault(rank, shards)  # processes that share samples count once
-        mine: dict[str, float] = {}
+        local_values: dict[str, float] = {}
         for name, of_rank in counted.items():
             if owners[name] == collectives.process:
                 metric, _ = next(iter(self._found[name].values()))
-                mine |= _numbers(name, compute_synced(metric, list(chain.from_iterable(of_rank.values()))))
+                # Computed once and gathered again, as the results of several processes could differ by rounding.
+                local_values |= _numbers(name, compute_synced(metric, list(chain.from_iterable(of_rank.values()))))
         self.reset()
-        return {name: value for numbers in collectives.all_gather_object(mine) for name, value in numbers.items()}
+        return {
+            name: value for numbers in collectives.all_gather_object(local_values) for name, value in numbers.items()
+        }
 
     def reset(self) -> None:
         """Reset every object to its initial state."""
@@ -191,6 +196,7 @@ def _grow_with(sizes: Sequence[float], losses: Sequence[Tensor]) -> bool:
     full = [value for value, size in zip(values, sizes, strict=True) if size == largest][-8:]  # the nearest in time
     few = [(value, size) for value, size in zip(values, sizes, strict=True) if 0 < size <= _FEW * largest]
     mean = sum(full) / len(full)
+    # A mean does not depend on the number of samples; a sum is smaller in proportion, give or take a third.
     return bool(few) and mean > 0 and all(0.75 < value / mean * largest / size < 1.33 for value, size in few)
 
 
@@ -220,5 +226,6 @@ def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
             if stacked.dim() == 1 and stacked.device == device:
                 return stacked.to(dtype)
     elif not any(issubclass(kind, Tensor) for kind in kinds):
+        # From the host without waiting for the device.
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
     return torch.stack([torch.as_tensor(value).to(device, dtype).reshape(()) for value in values])

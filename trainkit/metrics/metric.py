@@ -85,11 +85,14 @@ class Metric(nn.Module):
 
     def _initial(self, name: str) -> Any:
         default, _ = self._states[name]
+        # A copy: `update` may add in place, which must not change the default.
         return [] if default is None else default.detach().clone()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Metric:
         """Move the states where the module goes; their types are the metric's own and stay."""
+        # Private: to(), cuda() and half() all go through it, and torch has no public hook for them.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Only the device is taken: half() would round counts.
         device = fn(torch.zeros(1)).device
         for name, (default, reduction) in self._states.items():
             self._states[name] = (None if default is None else default.to(device), reduction)

@@ -117,6 +117,7 @@ def _read_output(returned: Any, num_samples: int, task: object, step_name: str) 
                 f"{_name(task)}.{step_name} returned {name!r} with shape {tuple(value.shape)}, but must be a scalar; "
                 f"return {name}.mean()."
             )
+        # Metrics are kept until they are logged: with its graph each would hold the activations of its step.
         metrics[name] = value.detach() if isinstance(value, Tensor) and name != "loss" else value
     loss = metrics.pop("loss", None)
     weight = metrics.pop("weight", None)
@@ -125,6 +126,7 @@ def _read_output(returned: Any, num_samples: int, task: object, step_name: str) 
         weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned {_kind(loss)} as the loss; return a tensor.")
+    # What the task gives replaces the number of samples: a mean over tokens weighs by tokens.
     counts = num_samples if weight is None else weight
     return StepOutput(loss, counts, metrics, own_weight=weight is not None, objects=objects)
 

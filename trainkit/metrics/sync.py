@@ -15,6 +15,7 @@ from trainkit.metrics.metric import Metric
 
 States = list[dict[str, Any]]
 """For each module of a metric object that has states: name -> a tensor, or a list of tensors."""
+# Private: torchmetrics warns by the first, and keeps a computed result in the second.
 _COUNTERS = ("_update_count", "_computed")  # of torchmetrics
 _REDUCTION_NAMES = {f"dim_zero_{name}": name for name in ("sum", "mean", "min", "max", "cat")}
 
@@ -87,6 +88,7 @@ def reset_all(metrics: Iterable[nn.Module]) -> None:
     for metric in metrics:
         for holder in _holders(metric):
             # Merging turned lists of states into tensors, which torchmetrics could not reset.
+            # Private: torchmetrics has no public table of the initial states.
             for name, default in () if isinstance(holder, Metric) else vars(holder)["_defaults"].items():
                 if isinstance(default, list):
                     setattr(holder, name, [])
@@ -97,27 +99,28 @@ def reset_all(metrics: Iterable[nn.Module]) -> None:
 def no_sync_metrics(holders: Sequence[nn.Module]) -> Iterator[None]:
     """Keep torchmetrics from its own collectives, which hang where ranks have unequal numbers of batches."""
     foreign: list[Any] = [holder for holder in holders if not isinstance(holder, Metric)]
-    before = [holder.distributed_available_fn for holder in foreign]
+    functions = [holder.distributed_available_fn for holder in foreign]
+    # torchmetrics asks this function whether there are several processes.
     for holder in foreign:
         holder.distributed_available_fn = lambda: False
     try:
         yield
     finally:
-        for holder, function in zip(foreign, before, strict=True):
+        for holder, function in zip(foreign, functions, strict=True):
             holder.distributed_available_fn = function
 
 
 @contextmanager
 def detach_metrics(holders: Sequence[nn.Module]) -> Iterator[None]:
     """Reset metrics for this context and restore their states afterwards."""
-    before = preserve_state(holders)
+    saved_states = preserve_state(holders)
     reset_all(holders)
     try:
         with no_sync_metrics(holders):
             yield
     finally:
         reset_all(holders)
-        restore(before)
+        restore(saved_states)
 
 
 def preserve_state(holders: Sequence[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
@@ -138,6 +141,7 @@ def restore(states: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
 
 def _holders(module: nn.Module) -> Iterator[nn.Module]:
     for part in module.modules():
+        # Private: states have no public list. By attributes, as a test by class would import torchmetrics.
         if isinstance(part, Metric) or (hasattr(part, "_reductions") and hasattr(part, "_defaults")):
             yield part
 
@@ -146,9 +150,10 @@ def _reductions(holder: nn.Module) -> dict[str, Any]:
     """Return each state's reduction: a name, a function, or `None` to stack the states of ranks."""
     if isinstance(holder, Metric):
         return dict(holder.reductions())
-    found: Any = holder._reductions
+    reductions: Any = holder._reductions
     return {
-        name: _REDUCTION_NAMES.get(getattr(reduction, "__name__", ""), reduction) for name, reduction in found.items()
+        name: _REDUCTION_NAMES.get(getattr(reduction, "__name__", ""), reduction)
+        for name, reduction in reductions.items()
     }
 
 
@@ -160,6 +165,7 @@ def _merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
     if not isinstance(states[0], Tensor):
         return _lists_merged(reduction, counted)
     stacked = torch.stack(states)  # (shards, ...)
+    # torch.stack and a custom function are what torchmetrics itself does with states of ranks.
     if reduction is None or callable(reduction):
         return stacked if reduction is None else reduction(stacked)
     if reduction == "cat":
@@ -168,6 +174,7 @@ def _merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
         return stacked.amin(0) if reduction == "min" else stacked.amax(0)
     if reduction == "mean":
         samples = torch.tensor([samples for _, samples in counted], dtype=torch.float64)
+        # In float64, or large counts would lose samples.
         weighted = stacked.double() * samples.reshape(-1, *[1] * (stacked.dim() - 1))
         total = weighted.sum(0) / samples.sum()
     else:
@@ -180,12 +187,12 @@ def _lists_merged(reduction: Any, counted: Sequence[tuple[Any, int]]) -> Any:
         rows = [torch.cat([torch.atleast_1d(tensor) for tensor in state]) for state, _ in counted if state]
         if not rows:
             return []
-        merged, sizes = torch.cat(rows), [len(own) for own in rows]
+        merged, sizes = torch.cat(rows), [len(shard_rows) for shard_rows in rows]
         in_shards = [len(range(rank, len(merged), len(rows))) for rank in range(len(rows))]
         if sizes == in_shards == [samples for _, samples in counted]:
             # One row for each sample, and rank r of W has the samples r, r + W, ...: put them in the dataset's order.
-            for rank, own in enumerate(rows):
-                merged[rank :: len(rows)] = own
+            for rank, shard_rows in enumerate(rows):
+                merged[rank :: len(rows)] = shard_rows
         return [merged]
     flat = [tensor for state, _ in counted for tensor in state]
     return reduction(flat) if callable(reduction) else flat

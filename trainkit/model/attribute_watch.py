@@ -42,9 +42,11 @@ class AttributeWatch:
         """The attributes among them that are iterators."""
         self.drawing: set[str] = set()
         """The modules that read a random generator of their own, outside of leaf modules."""
+        # Read and compared around each call of a leaf module: inside one there are no nodes for the single writes.
         self._outlines: dict[str, tuple[Any, Any]] = {}  # of containers, where the present leaf module first reads them
         self._where = where
         self._modules = [module for module in task.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        # The ids stay unique: `_modules` and the task hold the modules.
         self._names = {id(module): name for name, module in task.named_modules()}
         self._keys = {
             id(module): {"training", *(key for key, _ in module_attributes(module))} for module in self._modules
@@ -57,6 +59,7 @@ class AttributeWatch:
         originals = [(module, type(module)) for module in self._modules]
         try:
             for module, original in originals:
+                # Past the __setattr__ of modules, which the swapped class records and users may override.
                 object.__setattr__(module, "__class__", self._watching(original))
             yield
         finally:
@@ -65,12 +68,13 @@ class AttributeWatch:
 
     def changed_containers(self) -> list[str]:
         """Return the attributes whose containers have changed since the leaf module read them that ends now."""
-        found = [name for name, (value, before) in self._outlines.items() if outline(value) != before]
+        names = [name for name, (value, earlier) in self._outlines.items() if outline(value) != earlier]
         self._outlines.clear()
-        return found
+        return names
 
     def _note_value(self, module: nn.Module, key: str, value: Any) -> None:
         name = full_name(self._names[id(module)], key)
+        # Reading an iterator moves it, without a write that could be recorded.
         if hasattr(type(value), "__next__"):
             self.iterators[name] = None
         elif hasattr(type(value), "random") and not self._where()[1]:  # of Python or numpy, which a trace cannot follow
@@ -91,6 +95,8 @@ class AttributeWatch:
             access.writers.add(user)
 
     def _watching(self, original: type) -> type:
+        # One subclass for each class: modules of the same type must keep the
+        # same type, or comparisons of types would fail.
         if original in self._classes:
             return self._classes[original]
         keys, record, note = self._keys, self._record, self._note_value
@@ -98,6 +104,7 @@ class AttributeWatch:
         get_, set_, delete_ = (getattr(original, f"__{name}__") for name in ("getattribute", "setattr", "delattr"))
 
         def get(module: Any, key: str) -> Any:
+            # A copy of a module that the step makes has the swapped class too, but no entry here.
             if key in keys.get(id(module), ()):
                 record(module, key, writes=False)
                 value = get_(module, key)
@@ -106,6 +113,7 @@ class AttributeWatch:
             return get_(module, key)
 
         def assign(module: Any, key: str, value: Any) -> None:
+            # An attribute that the step creates counts from its first assignment.
             if id(module) in keys and key not in _NOT_WATCHED:
                 keys[id(module)].add(key)
                 record(module, key, writes=True)
@@ -120,17 +128,21 @@ class AttributeWatch:
             "__getattribute__": get,
             "__setattr__": assign,
             "__delattr__": delete,
+            # The names of the original: they are in messages, and decide whether a module is torch's.
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
         }
+        # By the class of the class: a class with a custom metaclass needs it for its subclasses too.
         self._classes[original] = type(original)(original.__name__, (original,), namespace)
         return self._classes[original]
 
 
+# The mode is state that a step may change; torch's other attributes are bookkeeping.
 _NOT_WATCHED = OF_TORCH - {"training"}
 
 
+# The depth also ends the cycles of containers that contain themselves.
 def outline(value: Any, depth: int = 6) -> Any:
     """Return the structure and the plain values of nested containers and dataclasses, to be compared."""
     if isinstance(value, PLAIN):

@@ -18,10 +18,12 @@ class CarriedAttributes:
     """Finds the attributes that a step reads before it changes them; those of torch's modules and ours do not count."""
 
     def __init__(self, task: nn.Module) -> None:
+        # Metric states add up over the steps by design, and are merged over ranks by the metrics.
         ignored = [module for metric in metrics_in(task) for module in metric.modules()]
-        # Such as caches of RNNs, and the proxy of a Lightning trainer.
-        ignored += [each for each in task.modules() if _is_of(each, "torch.", "trainkit.")]
+        # torch's modules cache, as RNNs do, and a LightningTask has the proxy of a Lightning trainer.
+        ignored += [module for module in task.modules() if _is_of(module, "torch.", "trainkit.")]
         self._snapshot = AttributeSnapshot(task, ignored)
+        # Only the order of reads and writes counts here: all accesses are at the same node.
         self._watch = AttributeWatch(task, lambda: (0, ""))
         self._buffers = {name for name, _, _ in named_buffers(task)}
 
@@ -69,12 +71,15 @@ class BufferWrites:
     def _note_changes(self) -> None:
         for name, values in self._present().items():
             last = self._last.get(name)
+            # A buffer that was added or has grown has no elements to compare.
             if last is None or last.shape != values.shape or torch.equal(values, last):
                 continue
-            changed = values != last
-            if name in self._changed and bool((changed & self._changed[name]).any()):
+            changed_elements = values != last
+            if name in self._changed and bool((changed_elements & self._changed[name]).any()):
                 self.names[name] = None
-            self._changed[name] = changed | self._changed.get(name, changed)
+            self._changed[name] = changed_elements | self._changed.get(name, changed_elements)
+            # Compared with the previous micro-batch, not with the start of the
+            # step: what one changes counts for it alone.
             self._last[name] = values
 
     def _present(self) -> dict[str, Tensor]:
@@ -101,6 +106,7 @@ def can_be_followed(task: nn.Module) -> bool:
     is_compiled = any(
         m._compiled_call_impl is not None or hasattr(type(m), "_opt_mod_attributes") for m in task.modules()
     )
+    # The watch makes subclasses: __init_subclass__ would run for them, and may enter them in a registry.
     kinds = {kind for module in task.modules() for kind in type(module).__mro__}
     return not is_compiled and not any("__init_subclass__" in vars(kind) for kind in kinds - {object})
 
@@ -108,6 +114,7 @@ def can_be_followed(task: nn.Module) -> bool:
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Yield each buffer with its name and the module that has it; one that two modules have comes twice."""
     for prefix, owner in module.named_modules():
+        # Private: named_buffers() yields a buffer that two modules share only once.
         for key, buffer in owner._buffers.items():
             if buffer is not None:
                 yield f"{prefix}.{key}" if prefix else key, owner, buffer
@@ -118,6 +125,7 @@ def unsaved_buffers(task: nn.Module) -> list[tuple[str, Tensor]]:
     return [
         (name, buffer)
         for name, owner, buffer in named_buffers(task)
+        # Private: torch has no question for whether a buffer is persistent.
         if name.rpartition(".")[2] in owner._non_persistent_buffers_set and not _is_of(owner, "torch.")
     ]
 

@@ -52,12 +52,12 @@ class Compilation:
         """Return the settings of `True` or a mapping, `None` of `False`; raises UserError for anything else."""
         if isinstance(value, bool):
             return cls() if value else None
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping):
-            raise UserError(f"compile must be True, False or a mapping with {', '.join(known)}, got {value!r}.")
+            raise UserError(f"compile must be True, False or a mapping with {', '.join(names)}, got {value!r}.")
         for key in value:
-            if key not in known:
-                raise UserError(f"compile.{key} is unknown.{nearest(key, known)} There are: {', '.join(known)}.")
+            if key not in names:
+                raise UserError(f"compile.{key} is unknown.{nearest(key, names)} There are: {', '.join(names)}.")
         return cls(**value)
 
     def check(self, task: nn.Module) -> None:
@@ -86,15 +86,20 @@ class Compilation:
 
     def _check_settings(self) -> None:
         if isinstance(self.backend, str):
+            # With no tags excluded: debugging backends such as eager and aot_eager are valid too.
             _check_name("backend", self.backend, torch._dynamo.list_backends(exclude_tags=()))
         if self.mode is not None:
             if self.backend != "inductor":
                 raise UserError(f"compile.mode is a setting of backend=inductor, not of {self.backend}; remove it.")
+            # The documentation of torch.compile refers to these functions of torch._inductor.
             _check_name("mode", self.mode, torch._inductor.list_mode_options())
         if self.options is not None and self.backend == "inductor":
             for name in self.options:
+                # The last two are not options of inductor: torch.compile itself reads them.
                 _check_name("options", name, [*torch._inductor.list_options(), "guard_filter_fn", "use_aoti"])
         try:
+            # Compiles nothing until it is called, but refuses settings that
+            # exclude each other, such as mode and options.
             torch.compile(_nothing, **self._settings)
         except RuntimeError as error:
             raise UserError(f"compile: {error}") from error
@@ -108,14 +113,15 @@ class Compilation:
                     f"compile.blocks: {name} is a {type(module).__name__}, which has no forward; name the modules in "
                     f"it: blocks=['{name}.*']."
                 )
+        # A block inside another chosen block is compiled with that one, and not a second time.
         inside = {inner for name in chosen for inner in chosen if inner.startswith(f"{name}.")}
         return [module for name, module in chosen.items() if name not in inside]
 
 
-def _check_name(setting: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        listed = f" There are: {', '.join(known)}." if len(known) < 30 else ""
-        raise UserError(f"compile.{setting}: {name!r} is unknown.{nearest(name, known)}{listed}")
+def _check_name(setting: str, name: str, valid_names: Collection[str]) -> None:
+    if name not in valid_names:
+        listed = f" There are: {', '.join(valid_names)}." if len(valid_names) < 30 else ""
+        raise UserError(f"compile.{setting}: {name!r} is unknown.{nearest(name, valid_names)}{listed}")
 
 
 def _nothing() -> None:
@@ -124,6 +130,7 @@ def _nothing() -> None:
 
 def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[object, CodeType]) -> None:
     """Compile a module's call as `module.compile()` does, also for modules of torch; equal ones share graphs."""
+    # Private: what Module.compile reads and sets, which gives no way to compile another function instead.
     call = module._call_impl
 
     def inlined(*inputs: Any, **named: Any) -> Any:
@@ -131,18 +138,22 @@ def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[ob
         return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
 
     kind = type(module)
-    alike = kind, *(parameter.shape for parameter in module.parameters())
-    inlined.__code__ = codes.setdefault(alike, inlined.__code__.replace(co_name=kind.__name__))
+    key = kind, *(parameter.shape for parameter in module.parameters())
+    # torch keeps its graphs by code object: with one for all equal modules the first compiles, and the others reuse it.
+    # The name is what `_name` shows in the report.
+    inlined.__code__ = codes.setdefault(key, inlined.__code__.replace(co_name=kind.__name__))
     module._compiled_call_impl = torch.compile(inlined, **settings)
 
 
 @contextmanager
 def compilation_reported(folder: Path | None) -> Iterator[None]:
     """Log how many graphs were compiled in the block, and list breaks and recompiles in `folder`; not with `None`."""
+    # Private: torch shows these counts only in its logs. Here, since the import takes seconds.
     from torch._dynamo import utils
 
     utils.set_compilation_metrics_limit(_MOST_METRICS)
     graphs = utils.counters["stats"]["unique_graphs"]
+    # The counts are those of the process: an earlier run in it has added to them.
     breaks, compilations = len(utils.graph_break_reasons), len(utils.get_compilation_metrics())
     try:
         yield
@@ -153,9 +164,9 @@ def compilation_reported(folder: Path | None) -> Iterator[None]:
             for reason in utils.graph_break_reasons[breaks:]
         )
         recompiled = Counter(
-            f"{_name(each)}: {_first_line(each.recompile_reason)}"
-            for each in utils.get_compilation_metrics()[compilations:]
-            if each.recompile_reason
+            f"{_name(compilation)}: {_first_line(compilation.recompile_reason)}"
+            for compilation in utils.get_compilation_metrics()[compilations:]
+            if compilation.recompile_reason
         )
         summary = f"compiled graphs: {graphs}, graph breaks: {broken.total()}, recompiles: {recompiled.total()}"
         if folder is not None:
@@ -164,8 +175,8 @@ def compilation_reported(folder: Path | None) -> Iterator[None]:
             write_optional(folder / REPORT, "\n".join(lines) + "\n")
 
 
-def _section(title: str, found: Counter[str]) -> list[str]:
-    return ["", title, *(f"{count:5d} x {text}" for text, count in found.most_common())] if found else []
+def _section(title: str, counts: Counter[str]) -> list[str]:
+    return ["", title, *(f"{count:5d} x {text}" for text, count in counts.most_common())] if counts else []
 
 
 def _place(stack: Sequence[Any]) -> str:

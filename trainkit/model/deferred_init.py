@@ -28,11 +28,15 @@ from numpy import ndarray
 from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
+
+# Private: torch has no public list of the modes in force, and no public way to leave them.
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
+
+# Private: the walk that torch itself makes through the arguments of operators.
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.errors import UserError
@@ -46,6 +50,7 @@ _ALLOCATES = tuple(f"aten::{name}" for name in _EMPTIES)
 _DRAWS = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "cauchy_", "log_normal_")
 _OVERWRITES = tuple(f"aten::{name}" for name in (*_DRAWS, "fill_", "zero_", "copy_"))
 """Operations that ignore what was in the tensor."""
+# What a TorchFunctionMode gets as `func` when code reads these attributes.
 _DEVICE, _IS_META, _IS_CPU = (getattr_static(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu"))
 
 # ---- Records
@@ -64,6 +69,7 @@ class TensorRef:
     def covers(self, num_bytes: int) -> bool:
         """Return True if the tensor is its whole storage, each byte once."""
         expected = self.dtype.itemsize
+        # From the innermost dimension outwards: each must begin where the smaller one ends.
         for stride, length in sorted(zip(self.stride, self.size, strict=True)):
             if length != 1 and stride * self.dtype.itemsize != expected:
                 return False
@@ -131,6 +137,7 @@ def deferred_init() -> Iterator[None]:
     def note(module: nn.Module, name: str, value: object) -> None:
         roots[id(module)] = module
 
+    # Hooks of the whole process: the modules that the block builds are known in no other way.
     with ExitStack() as stack:
         for register in (
             hooks.register_module_parameter_registration_hook,
@@ -142,10 +149,12 @@ def deferred_init() -> Iterator[None]:
         stack.enter_context(recorder)
         yield
     modules = {id(module): module for root in roots.values() for module in root.modules()}.values()
+    # After both modes are left, or what follows would be recorded. It drops operations on temporary tensors.
     recorder.finish(tensor for module in modules for _, tensor in _own_tensors(module))
     for module in modules:
         records = [(tensor, recorder.record_of(tensor)) for _, tensor in _own_tensors(module) if recorder.has(tensor)]
         if records:
+            # Past the __setattr__ of modules. A module that was built in two blocks has records of both.
             vars(module).setdefault(_RECORDS, []).extend(records)
 
 
@@ -169,20 +178,26 @@ class _Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         inputs, written = _tensors((args, kwargs)), list(_written(func, args, kwargs))
+        # Without tensors and without a device an operator makes a tensor on the CPU.
         device = kwargs.get("device") or (None if inputs else _CPU)
         is_plain = bool(inputs) and all(tensor.is_meta and not self.has(tensor) for tensor in inputs)
         if self.on_meta or (is_plain and device != _CPU):
             return func(*args, **kwargs)  # the constructor's own tensors on the meta device
         if device is not None and device.type not in ("cpu", "meta"):
             raise UserError(f"{func} makes a tensor on {device}, and deferred_init only on the CPU. {_REMEDY}")
+        # Private: only the schema tells the parameters of an operator.
         takes_device = any(argument.name == "device" for argument in func._schema.arguments)
         on_cpu = kwargs | ({"device": _CPU} if takes_device and device is not None else {})
         if inputs and not any(tensor.is_meta for tensor in inputs):
             return func(*args, **on_cpu)
+        # These read no content, so that their argument may be any tensor.
         for tensor in inputs if func._schema.name not in _ALLOCATES else ():
             self._check(func, tensor)
+        # Values are needed at once: a tensor that has some is written, or item() reads one.
         if any(not tensor.is_meta for tensor in written) or func is torch.ops.aten._local_scalar_dense.default:
             return self._run_with_values(func, args, on_cpu)
+        # On the CPU such a conversion returns the tensor itself, which a record
+        # on the meta device cannot tell from a copy.
         keeps_dtype = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype)
         if keeps_dtype and device == _CPU:
             raise UserError(f"{func} may copy a tensor to the CPU, or be the tensor. {_REMEDY}")
@@ -202,9 +217,11 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor], made: list[Tensor]) -> None:
+        # Storages from this index on are made by the operation.
         num_known = len(self._storages)
         outputs = tuple(self._ref(tensor) for tensor in made)
         created = frozenset(ref.storage for ref in outputs if ref.storage >= num_known)
+        # Nothing to replay: allocations have no content, and views change none.
         if func._schema.name in _ALLOCATES or torch.Tag.inplace_view in func.tags or not (created or written):
             return
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_meta]
@@ -215,14 +232,17 @@ class _Recorder(TorchDispatchMode):
         if ignores:
             target, *inputs = inputs
             ref = self._ref(target)
+            # Only then is nothing of the old content left.
             if ref.covers(self._storages[ref.storage].nbytes()):
                 overwritten = frozenset([ref.storage])
         writes = created | {self._ref(tensor).storage for tensor in written}
         reads = frozenset(self._ref(tensor).storage for tensor in inputs)
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-            state = (given[0] if given else torch.default_generator).get_state()
+            generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+            # Taken before the operation runs: the replay draws from the same state.
+            state = (generators[0] if generators else torch.default_generator).get_state()
+            # For the generator alone, which must go on as it does without deferral.
             self._run_with_values(func, args, kwargs, ignored=target if ignores else None)
         self._recording.operations.append(
             Operation(
@@ -258,11 +278,13 @@ class _Recorder(TorchDispatchMode):
 
     def has(self, tensor: Tensor) -> bool:
         """Return True if the value of a tensor is made by the recording."""
+        # Private: the address of the storage object. data_ptr is 0 for all storages on the meta device.
         return tensor.is_meta and tensor.untyped_storage()._cdata in self._indices
 
     def record_of(self, tensor: Tensor) -> Record:
         """Return how the value of a tensor is made."""
         self._recording.storage_bytes = [storage.nbytes() for storage in self._storages]
+        # Private: torch has no public count of writes in place. It tells a later change, which a replay would lose.
         return Record(self._recording, self._ref(tensor), tensor._version)
 
     def finish(self, tensors: Iterable[Tensor]) -> None:
@@ -279,15 +301,17 @@ class _Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """Return the present value of a tensor."""
-        record, found = self.record_of(tensor), list[UntypedStorage]()
+        record, storages = self.record_of(tensor), list[UntypedStorage]()
+        # Or the operations of the replay would be recorded too.
         with _disable_current_modes():
-            replay(record.recording, [record.tensor.storage], lambda _, storage: found.append(storage))
-            return _view(record.tensor, found[0])
+            replay(record.recording, [record.tensor.storage], lambda _, storage: storages.append(storage))
+            return _view(record.tensor, storages[0])
 
     def _run_with_values(self, func: Any, args: Any, kwargs: Any, *, ignored: Tensor | None = None) -> Any:
         """Return the result of an operation on values; it changes only those of tensors that have some."""
 
         def value(tensor: Tensor) -> Tensor:
+            # The operation overwrites it unread: memory of the same layout is enough.
             if tensor is ignored:
                 return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU)
             return self.value_of(tensor) if tensor.is_meta else tensor
@@ -314,28 +338,29 @@ class _CPUDevice(TorchFunctionMode):
             if func is Tensor.cpu and len(args) == 1 and not kwargs:
                 return first
             if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist):
-                found = func(self._recorder.value_of(first.detach()), *args[1:], **kwargs)
-                if isinstance(found, ndarray):
-                    found.flags.writeable = False  # a change of it would be lost
-                return found
+                host_value = func(self._recorder.value_of(first.detach()), *args[1:], **kwargs)
+                if isinstance(host_value, ndarray):
+                    host_value.flags.writeable = False  # a change of it would be lost
+                return host_value
             if func is Tensor.new_tensor:
                 kwargs.setdefault("device", _CPU)
         on_meta = func is not Tensor.to and str(kwargs.get("device")) == "meta"
         if func is Tensor.to:  # `x.to("cpu")` is `x`, not a copy
-            own = "meta" if is_deferred else "cpu"
-            args = (first, *(_placed(value, own) for value in args[1:]))
-            kwargs = {key: _placed(value, own) for key, value in kwargs.items()}
-        before, self._recorder.on_meta = self._recorder.on_meta, on_meta
+            device_type = "meta" if is_deferred else "cpu"
+            args = (first, *(_placed(value, device_type) for value in args[1:]))
+            kwargs = {key: _placed(value, device_type) for key, value in kwargs.items()}
+        # Restored below, since a torch function may call others.
+        was_on_meta, self._recorder.on_meta = self._recorder.on_meta, on_meta
         try:
             return func(*args, **kwargs)
         finally:
-            self._recorder.on_meta = before
+            self._recorder.on_meta = was_on_meta
 
 
-def _placed(value: Any, own: str) -> Any:
+def _placed(value: Any, device_type: str) -> Any:
     """Return an argument of `Tensor.to` for a tensor on the device `own`."""
     is_host = isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cpu"
-    return own if is_host else value.dtype if isinstance(value, Tensor) else value
+    return device_type if is_host else value.dtype if isinstance(value, Tensor) else value
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -368,11 +393,14 @@ def replay(recording: Recording, wanted: Collection[int], complete: Callable[[in
     touched = [operation.touched for operation in operations]
     uses = Counter(index for indices in touched for index in indices)
     storages = _Storages(recording.storage_bytes)
+    # The generator of the process must not move; devices=[], as saving the state of GPUs would initialize CUDA.
+    # Initializers write parameters in place, which autograd refuses.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for place in execution_order(touched):
-            _run(operations[place], storages)
-            uses.subtract(touched[place])
-            for index in sorted(touched[place]):
+        for position in execution_order(touched):
+            _run(operations[position], storages)
+            uses.subtract(touched[position])
+            # Sorted: all ranks then complete the storages in the same order.
+            for index in sorted(touched[position]):
                 if not uses[index] and index in wanted:
                     complete(index, storages.pop(index))
                 elif not uses[index]:
@@ -402,27 +430,28 @@ def execution_order(touched: Sequence[Collection[int]]) -> Iterator[int]:
         recorded    normal_ a   normal_ b   mul_ a   eye c   add_ c to a   mul_ b
         executed    normal_ a   mul_ a   eye c   add_ c to a   normal_ b   mul_ b
     """
-    before: list[list[int]] = [[] for _ in touched]
-    after: list[list[int]] = [[] for _ in touched]
+    earlier: list[list[int]] = [[] for _ in touched]
+    later: list[list[int]] = [[] for _ in touched]
     last: dict[int, int] = {}  # operation on each storage
-    for place, indices in enumerate(touched):
+    for position, indices in enumerate(touched):
         for index in indices:
             if index in last:
-                before[place].append(last[index])
-                after[last[index]].append(place)
-            last[index] = place
+                earlier[position].append(last[index])
+                later[last[index]].append(position)
+            last[index] = position
+    # A stack and not recursion: a chain of operations may be longer than Python's recursion limit.
     done = [False] * len(touched)
     stack = list(range(len(touched)))[::-1]
     while stack:
-        place = stack.pop()
-        awaited = [other for other in before[place] if not done[other]]
+        position = stack.pop()
+        awaited = [other for other in earlier[position] if not done[other]]
         if awaited:
-            stack += [place, *sorted(awaited, reverse=True)]
-        elif not done[place]:
-            done[place] = True
-            yield place
+            stack += [position, *sorted(awaited, reverse=True)]
+        elif not done[position]:
+            done[position] = True
+            yield position
             # First those that are about fewer storages, as they may end the use of one.
-            stack += sorted(after[place], key=lambda other: (len(touched[other]), other), reverse=True)
+            stack += sorted(later[position], key=lambda other: (len(touched[other]), other), reverse=True)
 
 
 class _Storages(dict[int, UntypedStorage]):
@@ -451,13 +480,15 @@ def _run(operation: Operation, storages: _Storages) -> None:
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         raise UserError(f"{operation.name} was recorded, and cannot be replayed: {error}. {_REMEDY}") from error
     for ref, tensor in zip(operation.outputs, made, strict=True):
-        known = {storage._cdata: index for index, storage in storages.items()}
-        index = known.get(tensor.untyped_storage()._cdata)
+        # By storage: the operation may return a view of an argument.
+        indices = {storage._cdata: index for index, storage in storages.items()}
+        index = indices.get(tensor.untyped_storage()._cdata)
         is_new = index is None and ref.storage in operation.overwrites and ref.storage not in storages
         if tensor.dtype != ref.dtype or tensor.size() != ref.size or not (is_new or index == ref.storage):
             raise UserError(f"{operation.name} made another tensor than when it was recorded. {_REMEDY}")
         if is_new and tensor.stride() == ref.stride and tensor.storage_offset() == ref.offset:
             storages[ref.storage] = tensor.untyped_storage()
+        # The kernel of the CPU may choose another layout than the recording on the meta device.
         elif is_new:
             _view(ref, storages[ref.storage]).copy_(tensor)
 
@@ -485,11 +516,12 @@ def records_of(task: nn.Module) -> dict[str, Record]:
     Raises UserError for parameters and buffers of which this is unknown: they were not built in `deferred_init`, or
     were changed since.
     """
-    known = {id(tensor): record for module in task.modules() for tensor, record in vars(module).get(_RECORDS, ())}
+    # By id, which stays unique: the records hold their tensors.
+    by_id = {id(tensor): record for module in task.modules() for tensor, record in vars(module).get(_RECORDS, ())}
     registered = {id(tensor) for tensor in (*task.parameters(), *task.buffers())}
     records = {}
     for name, tensor in _named_tensors(task):
-        record = known.get(id(tensor))
+        record = by_id.get(id(tensor))
         if not tensor.is_meta or tensor.grad_fn is not None:  # what was computed from parameters is computed again
             continue
         if record is None and id(tensor) not in registered:
@@ -499,6 +531,7 @@ def records_of(task: nn.Module) -> dict[str, Record]:
             what = "is on the meta device, and has no known value"
         elif tensor._version not in (0, record.version) or tensor.size() != record.tensor.size:  # 0: of a copy
             what = "was changed after it was built in deferred_init"
+        # Private: torch has no public question for the hooks of a tensor.
         elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             what = "was built in deferred_init and has a hook, which it would lose"
         if record is None or what:
@@ -542,7 +575,7 @@ def make_real(
             replace_content(tensor, _like(tensor, value, device))
 
     for recording, names in by_recording.values():
-
+        # Bound by a default, as a function that is made in a loop must not read the loop's variable later.
         def complete(index: int, storage: UntypedStorage, names: dict[int, list[str]] = names) -> None:
             for name in names[index]:
                 if name in tensors:
@@ -555,7 +588,7 @@ def make_real(
 
 def replace_content(tensor: Tensor, content: Tensor) -> None:
     """Give a tensor the content, device and layout of another; it stays the same object, with its attributes."""
-    # Not by swap_tensors, which refuses a tensor with weak references, as nn.LSTM has.
+    # Private: the public torch.utils.swap_tensors refuses a tensor with weak references, as nn.LSTM has.
     torch._C._swap_tensor_impl(tensor, Tensor._make_subclass(Tensor, content, tensor.requires_grad))
 
 
@@ -564,6 +597,7 @@ def _like(tensor: Tensor, value: Tensor, device: torch.device) -> Tensor:
     moved = value.to(device, tensor.dtype)
     if moved.stride() == tensor.stride():
         return moved
+    # The task may have been converted, for instance to channels_last, after it was built.
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(moved)
 
 
@@ -575,6 +609,7 @@ def _named_tensors(task: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    # Private dictionaries: named_parameters() gives a tensor that two modules share one name only.
     for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
         if isinstance(value, Tensor):
             yield name, value

@@ -30,11 +30,13 @@ def module_scopes(root: nn.Module) -> Iterator[list[str]]:
     """
     scopes: list[str] = []
     handles: list[Any] = []
+    # A forward may write its buffers in evaluation mode too.
     written = [buffer for buffer in root.buffers() if buffer.layout is torch.strided]
     buffers = [(buffer, buffer.detach().clone()) for buffer in written]
     for name, module in root.named_modules():
         handles += [
             module.register_forward_pre_hook(partial(_enter, scopes, name)),
+            # Also for a forward that raises, or its name would stay on the list.
             module.register_forward_hook(partial(_leave, scopes), always_call=True),
         ]
     try:
@@ -67,8 +69,10 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     """
     cost = StepCost()
     parameters = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
+    # Callers may be inside no_grad, where nothing is saved for backward.
     with torch.enable_grad(), module_scopes(task) as scopes:
         for name in steps:
+            # A copy of the addresses: what one step saves counts again in the next one.
             of_step = _cost_of(partial(getattr(task, name), batch), scopes, known=set(parameters))
             cost.flops += of_step.flops
             cost.saved_bytes |= of_step.saved_bytes
@@ -80,15 +84,16 @@ def steps_of(task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> li
     return [part.step_name for part in phase_optimizers if callable(getattr(task, part.step_name, None))]
 
 
-def _cost_of(step: Callable[[], Any], scopes: list[str], *, known: set[int]) -> StepCost:
+def _cost_of(step: Callable[[], Any], scopes: list[str], *, storage_addresses: set[int]) -> StepCost:
     """Return the cost of one step; each storage that backward will read counts once, where it was saved first."""
     cost = StepCost()
     alive: list[Tensor] = []  # or the address of a freed storage would be taken for a known one
 
     def pack(tensor: Tensor) -> Tensor:
+        # By the storage: several views of one tensor need its memory once.
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
+        if storage.data_ptr() not in storage_addresses:
+            storage_addresses.add(storage.data_ptr())
             alive.append(tensor)
             _count(cost.saved_bytes, scopes, storage.nbytes())
         return tensor
@@ -115,6 +120,8 @@ class FlopCount(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         returned = func(*args, **(kwargs or {}))
+        # Private: torch's counter looks formulas up by the packet of all
+        # overloads, which an operator has under this name.
         formula: Callable[..., Any] | None = self._registry.get(func._overloadpacket)
         if formula is not None:
             self._add(int(formula(*args, **(kwargs or {}), out_val=returned)))
@@ -130,5 +137,6 @@ def _leave(scopes: list[str], *_: Any) -> None:
 
 
 def _count(sums: Counter[str], scopes: list[str], amount: int) -> None:
+    # A set: a module that calls itself is on the list twice, and counts once.
     for name in {"", *scopes}:
         sums[name] += amount

@@ -16,6 +16,7 @@ from trainkit.tree import tensors_in
 if TYPE_CHECKING:
     from trainkit.task import TaskModule
 
+# Reads of attributes and shapes: nodes that compute nothing would hide those that do.
 _NOT_SHOWN = ("__get__", "__set__", "size", "dim", "numel", "shape", "requires_grad", "is_floating_point", "__len__")
 
 
@@ -46,6 +47,7 @@ def record_graph(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     generators and the modes of modules do not change.
     """
     recorder = _Recorder(task, batch)
+    # The recorder is entered last and left first: it must not record how module_scopes saves and restores buffers.
     with torch.no_grad(), module_scopes(task) as recorder.scopes, recorder:
         for name in steps:
             getattr(task, name)(batch)
@@ -87,6 +89,7 @@ class _Recorder(TorchFunctionMode):
 
     def _add(self, name: str, kind: str, inputs: tuple[str, ...], *outputs: Tensor) -> None:
         count = self._used[name] = self._used.get(name, 0) + 1
+        # Inputs are names of operations: two with the same name could not be told apart.
         unique = name if count == 1 else f"{name}_{count}"
         self.graph.operations.append(Operation(unique, kind, inputs, tuple(outputs[0].shape)))
         for tensor in outputs:

@@ -15,6 +15,7 @@ from trainkit.errors import UserError
 
 _MAX_ITEMS, _MAX_DEPTH = 1000, 4
 """Of containers that are searched; longer ones are data."""
+# named_modules() and named_parameters() reach these; a reference is what they do not reach.
 _OF_MODULES = ("_parameters", "_modules")
 
 
@@ -40,17 +41,20 @@ class Reference:
         value = self.value
         items = [replacements.get(id(item), item) for item in _items(value)]
         if isinstance(value, dict):
+            # Cleared and filled, so that the keys keep their order.
             entries = list(zip(items, value.values(), strict=True))
             value.clear()
             value.update(entries)
         elif isinstance(value, Tensor):
             self.table[self.key] = items[0]
         else:
+            # A named tuple takes its fields one by one, not as one iterable.
             self.table[self.key] = type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
 
 
 def references(task: nn.Module) -> Iterator[Reference]:
     """Yield the places of tensors in the buffers and attributes of a task's modules, and in what these contain."""
+    # By id, which stay unique: the task holds the containers. It ends cycles and finds shared containers once.
     seen: set[int] = set()
     for prefix, module in task.named_modules():
         attributes = vars(module)
@@ -68,9 +72,12 @@ def references_to(task: nn.Module, parameters: Sequence[nn.Parameter], *, moved:
     places = [(reference, reference.tensors()) for reference in references(task)]
     spans: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)  # by storage: first and last byte, id, name
     others = [(reference.name, tensor) for reference, tensors in places for tensor in tensors]
+    # Parameters first: all their spans must be known before other tensors are compared with them.
     for name, tensor in (*task.named_parameters(), *others):
+        # Subclasses such as DTensor may not have the memory that they describe; an empty tensor has none.
         if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
             continue
+        # Tensors on the meta device have no memory, and cannot overlap.
         address = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         first, last = (tensor.itemsize * int(tensor.storage_offset() + end) for end in (0, reach))

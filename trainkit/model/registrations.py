@@ -15,12 +15,14 @@ from torch.nn.modules.module import (
 @contextmanager
 def count_registrations(of: Container[int] | None = None) -> Iterator[list[int]]:
     """Count the parameters and modules that modules register in the context: any, or those whose id is in `of`."""
+    # A list, so that the caller sees it grow.
     registrations = [0]
 
     def count(module: nn.Module, name: str, value: object) -> None:
         if of is None or id(module) in of:
             registrations[0] += 1
 
+    # torch's hooks for all modules of the process: other modules register too, so `of` selects.
     hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
     try:
         yield registrations

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+# Private: the one class of all modules with running statistics, batch and instance norms.
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
@@ -45,14 +47,16 @@ class ModelTransforms:
         checkpointing are undone. The memory format and SyncBatchNorm stay.
         """
         to_freeze = self._to_freeze(task)
+        # Only these are unfrozen at the end: others the user has frozen.
         frozen = [parameter for parameter in to_freeze if parameter.requires_grad]
-        changed = [(module, type(module)) for module in self._checkpointed(task)]
+        checkpointed = [(module, type(module)) for module in self._checkpointed(task)]
         release_norms: list[Callable[[bool], None]] = []
-        checkpointing = {kind: _checkpointing(kind) for kind in {kind for _, kind in changed}}
+        # One subclass for each class: modules of the same type must keep the same type.
+        checkpointing = {kind: _checkpointing(kind) for kind in {kind for _, kind in checkpointed}}
         try:
             for parameter in frozen:
                 parameter.requires_grad_(False)
-            for module, kind in changed:
+            for module, kind in checkpointed:
                 module.__class__ = checkpointing[kind]
             if self.channels_last:
                 task.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch leaves it out
@@ -66,9 +70,10 @@ class ModelTransforms:
                 release_norms.append(freeze_statistics(norm))
             yield
         finally:
+            # In the reverse order: a frozen batch norm may have the class of a checkpointed module as its base.
             for release in release_norms:
                 release(task.training)
-            for module, kind in changed:
+            for module, kind in checkpointed:
                 module.__class__ = kind
             for parameter in frozen:
                 parameter.requires_grad_(True)
@@ -83,6 +88,7 @@ class ModelTransforms:
     def _checkpointed(self, task: nn.Module) -> list[nn.Module]:
         named = {name: module for name, module in task.named_modules() if name}
         chosen = _matching("activation_checkpointing", self.activation_checkpointing, named, "module", fnmatchcase)
+        # A checkpointed module inside another would be computed three times.
         outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
         return [chosen[name] for name in outermost]
 
@@ -144,10 +150,13 @@ def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
 
     class Checkpointed(kind):  # type: ignore[valid-type,misc] # made for each class of modules
         def forward(self, *args: Any, **kwargs: Any) -> Any:
+            # Without gradients nothing is saved, and checkpoint would still copy the state of the random generators.
             if not torch.is_grad_enabled():
                 return super().forward(*args, **kwargs)
+            # The reentrant form takes no keyword arguments, and gives no gradients unless an input requires one.
             return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
+    # The names of the original: reprs and messages stay as they were.
     Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
     Checkpointed.__module__ = kind.__module__
     return Checkpointed
@@ -160,8 +169,8 @@ def frozen_batch_norms(
     frozen = {id(parameter) for parameter in parameters}
 
     def is_frozen(name: str, module: nn.Module) -> bool:
-        own = {id(parameter) for parameter in module.parameters()}
-        return (bool(own) and own <= frozen) or any(matches(name, pattern) for pattern in patterns)
+        ids = {id(parameter) for parameter in module.parameters()}
+        return (bool(ids) and ids <= frozen) or any(matches(name, pattern) for pattern in patterns)
 
     named = [(name, module) for name, module in task.named_modules() if isinstance(module, _NormBase)]
     return [module for name, module in named if is_frozen(name, module)]
@@ -179,6 +188,7 @@ def freeze_statistics(norm: nn.Module) -> Callable[[bool], None]:
             return super().train(False)
 
     Frozen.__name__, Frozen.__qualname__, Frozen.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    # Set before eval(), which calls train(False) of this class.
     norm.__class__ = Frozen
     norm.eval()
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Private: the common classes of batch norms and of dropouts in all dimensions have no public names.
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -193,6 +195,7 @@ def assert_resume_exact(
     with tempfile.TemporaryDirectory(prefix="trainkit-resume-") as folder, preserve_rng():
         runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
 
+        # A deep copy, as a strategy has the state of the run that it was used for.
         def fresh() -> Strategy:
             return make_strategy(copy.deepcopy(strategy), devices, device)
 
@@ -224,6 +227,7 @@ class _Comparison:
         """Train under a strategy and return its row, also when that fails."""
         try:
             run = self._runs.train(name, strategy)
+        # Any failure is a row of the table: the other strategies are still compared.
         except Exception as error:
             return ParityRow(name, "failed", error=f"{type(error).__name__}: {error}")
         row = self.row(name, run, verdict="equal")
@@ -247,7 +251,9 @@ class _Comparison:
                     pair = ours["norms"][phase], expected["norms"][phase]
                     norms.append(_numbers(*pair, scale=abs(pair[1]), step=step, phase=phase))
                 seconds.append(ours["seconds"])
-        loss, norm, weight = (max(found, key=_order) for found in (losses, norms, weights))
+        # NaN sorts above every number, or max could pass over it.
+        loss, norm, weight = (max(differences, key=_order) for differences in (losses, norms, weights))
+        # The median, since single steps wait for the system.
         timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
         return ParityRow(name, verdict, run.layout, loss, norm, weight, timed[len(timed) // 2], run.bytes_a_step)
 
@@ -267,6 +273,7 @@ def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, fl
     try:
         precise = runs.in_precision(_PRECISION)
         run = precise.train(REFERENCE, single)
+    # Many tasks have an operation or a constant that does not work in fp64.
     except Exception as error:
         second = runs.in_precision(_SECOND_PRECISION)
         note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {type(error).__name__}: {error}"
@@ -321,7 +328,7 @@ def _without_nan(value: Any) -> Any:
 def _names(strategies: Sequence[StrategyChoice]) -> list[str]:
     """Return the names of strategies, numbered where several have the same."""
     names = [strategy_name(item) for item in strategies]
-    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    counts = [names[: position + 1].count(name) for position, name in enumerate(names)]
     return [name if count == 1 else f"{name} {count}" for name, count in zip(names, counts, strict=True)]
 
 

@@ -69,6 +69,7 @@ class ParityRuns:
         self._folder = folder
         self._settings = settings
         self.steps = steps
+        # Copies: a function may return the same task each time, which the first run then trains.
         self._start = {name: tensor.clone() for name, tensor in self._make_task().state_dict().items()}
 
     @property
@@ -110,6 +111,7 @@ class ParityRuns:
     ) -> dict[str, Tensor]:
         """Train and return the weights."""
         run_dir = self._folder / f"run of {name}"
+        # The number of steps alone ends the run, and only training is compared.
         settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
         settings |= {
             "num_sanity_batches": 0,
@@ -119,12 +121,14 @@ class ParityRuns:
             "run_dir": run_dir,
         }
         task = self.task()
+        # A function or class makes new data for each run; data alone is used by all of them.
         data: Any = self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
         trainer = Trainer(strategy, **settings)
         trainer.fit(task, data, resume=run_dir if resume else None)
         return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
 
     def _make_task(self) -> TaskModule:
+        # A constructor that draws weights must draw the same ones for every strategy.
         seed_everything(int(self._settings.get("seed", 0)))
         task = copied(self._task) if isinstance(self._task, nn.Module) else self._task()
         if not isinstance(task, TaskModule):
@@ -161,6 +165,7 @@ class _StepRecorder(Callback):
             (self.folder / "strategy.json").write_text(json.dumps(report))
 
     def _write(self, run: Run) -> None:
+        # The time of a step without the time of writing it.
         seconds = time.perf_counter() - self.before
         weights = run.strategy.state_dict(run.task)  # collective
         if run.is_main:
@@ -203,10 +208,10 @@ def make_strategy(item: StrategyChoice, devices: int, device: str) -> Strategy:
     """Return a strategy; one that is named gets the devices if it takes any."""
     if isinstance(item, Strategy):
         return item
-    name, given = (item, {}) if isinstance(item, str) else item
+    name, typed_settings = (item, {}) if isinstance(item, str) else item
     strategy: Strategy = registry.make("strategy", name)
     takes = inspect.signature(type(strategy)).parameters
     # A strategy of one process has no `device`: it takes a list of devices.
     several = [device] * devices if "device" not in takes and device == "cpu" else devices
     settings = {"device": device, "devices": several, "stages": devices}
-    return type(strategy)(**{key: value for key, value in settings.items() if key in takes} | dict(given))
+    return type(strategy)(**{key: value for key, value in settings.items() if key in takes} | dict(typed_settings))

@@ -56,12 +56,12 @@ class Series:
 
 def chart(title: str, series: Sequence[Series], *, x_name: str = "step") -> SafeHtml:
     """Return a figure with all series; with widely differing values also a plot with a logarithmic axis."""
-    known = [item for item in series if any(math.isfinite(value) for value in item.curve.values)]
-    plots, switch = [_plot(known, x_name=x_name, logarithmic=False)] if known else [], None
-    if not known:
+    finite_series = [item for item in series if any(math.isfinite(value) for value in item.curve.values)]
+    plots, switch = [_plot(finite_series, x_name=x_name, logarithmic=False)] if finite_series else [], None
+    if not finite_series:
         plots.append(element("p", f"{', '.join(item.name for item in series)}: no finite value", class_="muted"))
-    elif _spans_powers(known):
-        plots.append(_plot(known, x_name=x_name, logarithmic=True))
+    elif _spans_powers(finite_series):
+        plots.append(_plot(finite_series, x_name=x_name, logarithmic=True))
         box = element("input", type="checkbox", class_="log-switch")
         switch = element("label", box, "log", class_="switch", title="log scale")
     items = []
@@ -106,6 +106,7 @@ class _Axes:
     def value_ticks(self) -> list[float]:
         if not self.logarithmic:
             return ticks(self.bottom, self.top, count=4)
+        # The small numbers absorb rounding, which would lose a tick at the edge.
         powers = range(math.ceil(self.bottom - 1e-9), math.floor(self.top + 1e-9) + 1)
         factors = (1,) if len(powers) > 2 else (1, 2, 5)
         wider = range(math.floor(self.bottom), math.floor(self.top) + 1)
@@ -128,10 +129,12 @@ def _plot(series: Sequence[Series], *, x_name: str, logarithmic: bool) -> SafeHt
         heights = [round(axes.down(value), 4) if math.isfinite(value) else None for value in shown.values]
         texts = [number(value) for value in shown.values]
         pointed.append({"name": item.name, "colour": colour, "x": shown.steps, "y": texts, "t": heights})
+    # Lines are drawn in a stretched picture, so that they fill any width; texts are outside of it and stay upright.
     box = f"0 0 {_GRID} {_GRID}"
     stretched = element("svg", *lines, viewBox=box, preserveAspectRatio="none", class_="stretched")
     frame = element("svg", *_grid(axes, x_name=x_name), stretched, width="100%", height=_HEIGHT, class_="frame")
     content = json.dumps({"left": axes.left, "right": axes.right, "x": x_name, "series": pointed}, allow_nan=False)
+    # A name that contains `</script>` would end the script.
     data = element("script", SafeHtml(content.replace("<", "\\u003c")), type="application/json")
     return element("div", frame, data, class_="plot logarithmic" if logarithmic else "plot linear")
 
@@ -143,6 +146,7 @@ def _grid(axes: _Axes, *, x_name: str) -> list[SafeHtml]:
         parts.append(element("line", x1="0", x2="100%", y1=height, y2=height, class_="grid"))
         parts.append(element("text", short(value), x="-8", y=height, dy="0.32em", text_anchor="end"))
     marks = ticks(axes.left, axes.right, count=5)
+    # There is no half step: marks between steps only where the whole axis lies within one.
     marks = [step for step in marks if step == int(step)] or marks
     for index, step in enumerate(marks):
         text = f"{short(step)} {x_name}" if index == len(marks) - 1 else short(step)
@@ -183,20 +187,20 @@ def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, .
     for base, members in ({name: [name] for name in wanted} if is_comparison else base_names(wanted)).items():
         series = []
         for index, (run, curves) in enumerate(runs.items()):
-            for place, name in enumerate(members):
-                label, colour = (run, index) if is_comparison else _style(name, members, place)
+            for position, name in enumerate(members):
+                label, colour = (run, index) if is_comparison else _style(name, members, position)
                 if name in curves:
                     series.append(Series(label, curves[name], colour))
         charts.append(chart(base, series))
     return charts[:MOST_CHARTS]
 
 
-def _style(name: str, members: Sequence[str], place: int) -> tuple[str, int]:
+def _style(name: str, members: Sequence[str], position: int) -> tuple[str, int]:
     """Return a metric's name in the legend and its colour: those of its stage, if each member has its own stage."""
     stage = name.partition("/")[0]
     if len({member.partition("/")[0] for member in members}) == len(members):
-        return stage, _STAGE_COLOURS.get(stage, place)
-    return name.rpartition("/")[2], place
+        return stage, _STAGE_COLOURS.get(stage, position)
+    return name.rpartition("/")[2], position
 
 
 def kind_of(name: str) -> str:
@@ -235,6 +239,7 @@ def timeline_chart(timeline: Timeline) -> SafeHtml:
 
 
 def _picture(timeline: Timeline) -> SafeHtml:
+    # Not zero, since it divides: a timeline may have no length.
     length = max(timeline.end - timeline.start, 1e-9)
     parts: list[SafeHtml] = []
     height = _TOP + _ROW * len(timeline.tracks)
@@ -256,8 +261,8 @@ def _bars(spans: Iterable[TimelineSpan], *, first: float, length: float, top: fl
         left, width = (span.start - first) / length, max(span.end - span.start, 0.0) / length
         kind = span.kind if span.kind in KINDS else "wait"
         tooltip = f"{span.name or _NAMES[kind]}: {seconds(span.end - span.start)}, from {seconds(span.start - first)}"
-        title, place = element("title", tooltip), {"x": f"{100 * left:.3f}%", "width": f"{max(100 * width, 0.08):.3f}%"}
-        yield element("rect", title, **place, y=top, height=_BAR, rx=2, class_=f"bar {kind}")
+        title, box = element("title", tooltip), {"x": f"{100 * left:.3f}%", "width": f"{max(100 * width, 0.08):.3f}%"}
+        yield element("rect", title, **box, y=top, height=_BAR, rx=2, class_=f"bar {kind}")
         if span.label and width >= _LETTER_SHARE * len(span.label):
             middle = f"{100 * (left + width / 2):.3f}%"
             yield element("text", span.label, x=middle, y=top + _BAR / 2, dy="0.34em", class_=f"on-bar {kind}")

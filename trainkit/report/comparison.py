@@ -52,13 +52,16 @@ def short_names(records: Sequence[RunData]) -> list[str]:
         names = [" ".join(f"{key}={values.get(key, '-')}" for key in differing(chosen)) for values in chosen]
         if len(set(names)) == len(names):
             return names
+    # The common folder of all runs: what follows it tells them apart.
     common = commonpath([str(folder.parent) for folder in folders])
     return [str(folder)[len(common) :].lstrip("/") or str(folder) for folder in folders]
 
 
 def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
-    known = dict.fromkeys(name for record in records for name in record.metrics)
-    wanted = sorted((name for name in known if kind_of(name)), key=lambda name: (name.startswith("train/"), name))
+    metric_names = dict.fromkeys(name for record in records for name in record.metrics)
+    wanted = sorted(
+        (name for name in metric_names if kind_of(name)), key=lambda name: (name.startswith("train/"), name)
+    )
     times = [record.summary.get("seconds") for record in records]
     rows: list[Sequence[Content]] = [
         _row("steps", [float(record.summary["steps"]) if "steps" in record.summary else None for record in records]),
@@ -71,6 +74,7 @@ def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
 def _row(name: str, values: Sequence[float | None], goal: str = "") -> list[Content]:
     """Return a row with the best value marked, and the difference of each to the first run's."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
+    # Of equal values none is the best.
     best = {"min": min, "max": max}[goal](finite) if goal and len(set(finite)) > 1 else None
     base = values[0]
     cells: list[Content] = [name]
@@ -99,8 +103,8 @@ def _curves(
 
 
 def _breakdowns(records: Sequence[RunData], names: Sequence[str]) -> Section | None:
-    found = [(name, breakdown(record.step_times)) for name, record in zip(names, records, strict=True)]
-    parts = [element("div", element("h3", name), part) for name, part in found if part is not None]
+    sections = [(name, breakdown(record.step_times)) for name, record in zip(names, records, strict=True)]
+    parts = [element("div", element("h3", name), part) for name, part in sections if part is not None]
     return Section("breakdown", "Where the time goes", element("div", *parts, class_="charts")) if parts else None
 
 

@@ -32,6 +32,7 @@ def read_config_diff(folder: Path) -> list[ConfigChange] | None:
     """Return the changes in a run's folder; `None` if they cannot be read."""
     try:
         return [ConfigChange(**change) for change in json.loads((folder / FILENAME).read_text(encoding="utf-8"))]
+    # A file of another version or one that was damaged: the report does without.
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
@@ -48,6 +49,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list
     flat = [dict(_flat({key: value for key, value in tree.items() if key != "run_dir"}, "")) for tree in configs]
     keys = dict.fromkeys(key for tree in flat for key in tree)
     rows = [(key, [tree.get(key, "") for tree in flat]) for key in keys]
+    # As text: values of different types are compared as they would be typed.
     return sorted((key, values) for key, values in rows if len(set(values)) > 1)
 
 
@@ -62,17 +64,17 @@ def as_text(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any], above: str) -> Iterator[ConfigChange]:
-    for key in dict.fromkeys([*before, *after]):
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], above: str) -> Iterator[ConfigChange]:
+    for key in dict.fromkeys([*ours, *theirs]):
         name = f"{above}{key}"
-        if key not in after:
-            yield ConfigChange(name, as_text(before[key]), "")
-        elif key not in before:
-            yield ConfigChange(name, "", as_text(after[key]))
-        elif isinstance(before[key], Mapping) and isinstance(after[key], Mapping):
-            yield from _differences(before[key], after[key], f"{name}.")
-        elif before[key] != after[key]:
-            yield ConfigChange(name, as_text(before[key]), as_text(after[key]))
+        if key not in theirs:
+            yield ConfigChange(name, as_text(ours[key]), "")
+        elif key not in ours:
+            yield ConfigChange(name, "", as_text(theirs[key]))
+        elif isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
+            yield from _differences(ours[key], theirs[key], f"{name}.")
+        elif ours[key] != theirs[key]:
+            yield ConfigChange(name, as_text(ours[key]), as_text(theirs[key]))
 
 
 def _flat(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:

@@ -65,26 +65,26 @@ def table(
         cells = [element("td", value, class_=kind) for value, kind in zip(values, kinds[1:], strict=True)]
         heading = element("th", name, scope="row", class_="text")
         body.append(element("tr", heading, *cells, class_="best" if number_of_row == best else None))
-    whole = element("table", element("thead", element("tr", *head)), element("tbody", *body))
-    return element("div", whole, class_="table-frame")
+    content = element("table", element("thead", element("tr", *head)), element("tbody", *body))
+    return element("div", content, class_="table-frame")
 
 
 def pairs(items: Sequence[tuple[str, Content]]) -> SafeHtml:
     """Return a list of names and values, without empty values."""
-    known = [(element("dt", name), element("dd", value)) for name, value in items if value not in (None, "")]
-    return element("dl", *(part for pair in known for part in pair), class_="pairs")
+    filled = [(element("dt", name), element("dd", value)) for name, value in items if value not in (None, "")]
+    return element("dl", *(part for pair in filled for part in pair), class_="pairs")
 
 
 def figures(items: Sequence[tuple[str, str, str]]) -> SafeHtml | None:
     """Return a row of figures, each a name, a value and a note, without empty values; `None` if all are empty."""
-    known = [
+    filled = [
         element(
             "div", element("dt", name), element("dd", value, element("span", note, class_="muted") if note else None)
         )
         for name, value, note in items
         if value
     ]
-    return element("dl", *known, class_="figures") if known else None
+    return element("dl", *filled, class_="figures") if filled else None
 
 
 def kpi_tile(name: str, value: str, note: str = "") -> SafeHtml:
@@ -97,6 +97,7 @@ def _is_number(cell: Content) -> bool:
     if isinstance(cell, int | float):
         return True
     text = "" if cell is None or isinstance(cell, SafeHtml) else str(cell)
+    # The signs with which `number` and `short` begin.
     return cell == "" or text[:1].isdigit() or text[:1] in ("-", "∞") or text == "NaN"
 
 
@@ -119,6 +120,7 @@ def element(name: str, /, *children: Content, **attributes: str | int | float | 
     A trailing underscore of an attribute's name is dropped (`class_`), others become hyphens (`stroke_width`).
     """
     opening = name + "".join(_attribute(key, value) for key, value in attributes.items())
+    # A `rect` may have a title inside; without children these have no closing tag.
     if name in _VOID and not children:
         return SafeHtml(f"<{opening}/>")
     return SafeHtml(f"<{opening}>{join_html(*children)}</{name}>")
@@ -192,6 +194,7 @@ def ticks(low: float, high: float, *, count: int) -> list[float]:
         return [low]
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
+    # A little less, as rounding must not choose the next larger step.
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)

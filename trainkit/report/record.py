@@ -84,6 +84,7 @@ class RunData:
         metric, mode = self.manifest.monitor
         measured = [entry for entry in self.manifest.entries if not math.isnan(entry.metrics.get(metric, math.nan))]
         sign = 1.0 if mode == "min" else -1.0
+        # Reversed: of equal values the latest counts, since min takes the first that it meets.
         return min(reversed(measured), key=lambda entry: sign * entry.metrics[metric], default=None)
 
     @property
@@ -130,6 +131,7 @@ def is_run(folder: Path) -> bool:
 def _manifest(folder: Path) -> Manifest | None:
     try:
         return parse_manifest(folder)
+    # The report is also for runs that failed: a damaged manifest only empties its section.
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
@@ -138,6 +140,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_text(path))
     except (ValueError, RecursionError):
+        # Cut off by a kill, or not written by trainkit.
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -148,6 +151,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     import yaml  # here, as a run from Python has no config
 
     try:
+        # The C parser is several times faster, but not in every build of PyYAML.
         content = yaml.load(read_config(path), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except UserError:
         raise
@@ -167,6 +171,7 @@ def _tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
+            # From the end: logs of long runs are large.
             file.seek(max(file.tell() - _TAIL_BYTES, 0))
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
@@ -176,14 +181,14 @@ def _tail(path: Path) -> str:
 
 def _in_order(lines: Any) -> list[dict[str, Any]]:
     """Return lines in order of steps; lines of a resumed run replace earlier ones of the same steps."""
-    kept: list[dict[str, Any]] = []
+    valid_lines: list[dict[str, Any]] = []
     for line in lines:
         if not isinstance(line.get("step"), int):
             continue
-        while kept and kept[-1]["step"] >= line["step"]:
-            kept.pop()
-        kept.append(line)
-    return kept
+        while valid_lines and valid_lines[-1]["step"] >= line["step"]:
+            valid_lines.pop()
+        valid_lines.append(line)
+    return valid_lines
 
 
 @dataclass
@@ -205,6 +210,7 @@ def read_curves(folder: Path) -> dict[str, Curve]:
         if not isinstance(step, int):
             continue
         for name, value in line.items():
+            # Most values are floats, and a run has many: they skip the checks.
             number = value if type(value) is float else as_number(value)
             if number is None or name in _NOT_METRICS:
                 continue
@@ -227,6 +233,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     content = json.loads(line)
                 except (ValueError, RecursionError):
+                    # A kill leaves a last line that is cut off.
                     continue
                 if isinstance(content, dict):
                     yield content
@@ -251,13 +258,14 @@ def downsample(curve: Curve, *, most: int) -> Curve:
     """
     if len(curve.steps) <= most:
         return curve
+    # An interval gives up to three points, and the curve its two ends.
     intervals = max(most // 4, 1)
     length = len(curve.steps)
-    kept: list[int] = [0, length - 1]
+    chosen: list[int] = [0, length - 1]
     for interval in range(intervals):
         start, stop = interval * length // intervals, (interval + 1) * length // intervals
-        kept += [start + index for index in _extremes(curve.values[start:stop])]
-    indices = sorted(set(kept))
+        chosen += [start + index for index in _extremes(curve.values[start:stop])]
+    indices = sorted(set(chosen))
     return Curve([curve.steps[index] for index in indices], [curve.values[index] for index in indices])
 
 
@@ -271,6 +279,7 @@ def averaged(curve: Curve, *, most: int) -> Curve | None:
         start, stop = interval * length // most, (interval + 1) * length // most
         finite = list(filter(math.isfinite, curve.values[start:stop]))
         if finite:
+            # The middle of the interval: the mean has no step itself.
             mean.steps.append(curve.steps[(start + stop - 1) // 2])
             mean.values.append(sum(finite) / len(finite))
     return mean
@@ -279,10 +288,10 @@ def averaged(curve: Curve, *, most: int) -> Curve | None:
 def _extremes(values: list[float]) -> list[int]:
     """Return the indices of the minimum, the maximum, and the first value that is not finite."""
     finite = list(filter(math.isfinite, values))
-    kept = [values.index(min(finite)), values.index(max(finite))] if finite else []
+    indices = [values.index(min(finite)), values.index(max(finite))] if finite else []
     if len(finite) < len(values):
-        kept.append(next(index for index, value in enumerate(values) if not math.isfinite(value)))
-    return kept
+        indices.append(next(index for index, value in enumerate(values) if not math.isfinite(value)))
+    return indices
 
 
 def base_names(names: Iterable[str]) -> dict[str, list[str]]:

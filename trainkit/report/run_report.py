@@ -56,6 +56,7 @@ def run_report(record: RunData) -> str:
 
 def _title(record: RunData) -> SafeHtml:
     environment, summary = record.environment, record.summary
+    # A failure has a section of its message, so that the reason is not shown twice.
     reason = summary.get("exit_reason") if record.status != "failed" else None
     if record.status == "unfinished":
         reason = "no end was recorded: the run is still running, or was killed"
@@ -190,30 +191,30 @@ def _settings(record: RunData) -> Section | None:
         rows = [[element("code", text or "-") for text in (it.key, it.before, it.after)] for it in changes]
         differences = table(["key", "recipe", "this run"], rows)
         summary = join_html(element("p", f"Against the recipe {record.recipe}:"), differences)
-    whole = element("pre", (record.folder / CONFIG).read_text(encoding="utf-8", errors="replace"))
-    details = element("details", element("summary", "all settings"), whole)
+    config_text = element("pre", (record.folder / CONFIG).read_text(encoding="utf-8", errors="replace"))
+    details = element("details", element("summary", "all settings"), config_text)
     return Section("settings", "Settings", join_html(summary, details))
 
 
 def _environment(record: RunData) -> Section | None:
-    known = record.environment
-    if not known:
+    facts = record.environment
+    if not facts:
         return None
-    git = known.get("git")
+    git = facts.get("git")
     commit = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}" if git else ""
-    versions = ", ".join(f"{name} {version}" for name, version in (known.get("versions") or {}).items())
-    plan = known.get("plan") or "pre-batched dataset"
+    versions = ", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items())
+    plan = facts.get("plan") or "pre-batched dataset"
     items: list[tuple[str, SafeHtml | str | None]] = [
-        ("command", element("code", known["command"]) if known.get("command") else None),
-        ("task", f"{known.get('task')}, {number(known.get('parameters', 0))} parameters"),
-        ("layout", f"{known.get('strategy')}, {known.get('processes')} process(es): {plan}"),
-        ("device", str(known.get("device", ""))),
-        ("precision", str(known.get("precision", ""))),
-        ("seed", str(known.get("seed", ""))),
-        ("resumed from", str(known.get("resumed_from") or "")),
+        ("command", element("code", facts["command"]) if facts.get("command") else None),
+        ("task", f"{facts.get('task')}, {number(facts.get('parameters', 0))} parameters"),
+        ("layout", f"{facts.get('strategy')}, {facts.get('processes')} process(es): {plan}"),
+        ("device", str(facts.get("device", ""))),
+        ("precision", str(facts.get("precision", ""))),
+        ("seed", str(facts.get("seed", ""))),
+        ("resumed from", str(facts.get("resumed_from") or "")),
         ("git", commit),
         ("versions", versions),
-        ("system", f"{known.get('system')}, {known.get('cpus')} CPUs, {known.get('threads')} thread(s) a process"),
+        ("system", f"{facts.get('system')}, {facts.get('cpus')} CPUs, {facts.get('threads')} thread(s) a process"),
     ]
     return Section("environment", "Environment", element("div", pairs(items), class_="card"))
 
@@ -292,6 +293,7 @@ def reported(
     clear_failures(folder)
     try:
         yield
+    # Also KeyboardInterrupt and SystemExit: a report matters most for a run that ended early.
     except BaseException as error:
         if folder.is_dir() and not isinstance(error, Stopped):
             record_failure_of_caller(folder, error)
@@ -309,6 +311,7 @@ def write_report(folder: Path) -> Path:
 
 def write_page(text: str, path: Path) -> Path:
     """Write a file atomically and return its path."""
+    # With the process's number: under torchrun several may write at once.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(open_new(part), "w", encoding="utf-8", errors="replace") as file:
@@ -325,5 +328,6 @@ def _write_or_warn(folder: Path, config_diff: Callable[[], Sequence[ConfigChange
         if changes is not None:
             write_config_diff(folder, changes)
         write_report(folder)
+    # The run has ended, and must not fail because of its report.
     except Exception as error:
         logger.warning("the report of %s could not be written: %s: %s", folder, type(error).__name__, error)

@@ -46,6 +46,7 @@ _MIB = 1024 * 1024
 
 def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     """Return a bar and a table of the parts of a step; `None` if nothing was measured."""
+    # A run with one log point has nothing else to show.
     counted = step_times[_SKIPPED:] or step_times
     steps = sum(int(line["steps"]) for line in counted)
     totals = {
@@ -53,10 +54,10 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
         for part in PARTS
         if any(part in line["seconds"] for line in counted)
     }
-    whole = sum(totals.values())
-    if not steps or whole <= 0:
+    total = sum(totals.values())
+    if not steps or total <= 0:
         return None
-    shares = {part: value / whole for part, value in totals.items()}
+    shares = {part: value / total for part, value in totals.items()}
     bar = [
         element(
             "span",
@@ -71,7 +72,7 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     for part, value in totals.items():
         name = join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].label)
         rows.append([name, seconds(value / steps), share(shares[part])])
-    rows.append([SafeHtml("<b>a step</b>"), seconds(whole / steps), ""])
+    rows.append([SafeHtml("<b>a step</b>"), seconds(total / steps), ""])
     return join_html(element("div", *bar, class_="stack"), table(["part of a step", "time", "share"], rows))
 
 
@@ -82,9 +83,9 @@ def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     series = []
     for part, style in PARTS.items():
         points = [(line["step"], line["seconds"].get(part), line["steps"]) for line in step_times]
-        known = [(step, value / count * 1e3) for step, value, count in points if value is not None and count]
-        if known and max(value for _, value in known) > 0:
-            curve = Curve([step for step, _ in known], [value for _, value in known])
+        measured = [(step, value / count * 1e3) for step, value, count in points if value is not None and count]
+        if measured and max(value for _, value in measured) > 0:
+            curve = Curve([step for step, _ in measured], [value for _, value in measured])
             series.append(Series(style.label, curve, style.line))
     return chart("milliseconds of a step", series) if series else None
 
@@ -94,9 +95,9 @@ def memory_series(step_times: Sequence[Mapping[str, Any]]) -> list[Series]:
     series = []
     for colour, (key, name) in enumerate((("host", "process"), ("device", "device, peak between logs"))):
         points = [(line["step"], line.get("memory", {}).get(key)) for line in step_times]
-        known = [(step, float(value) / _MIB) for step, value in points if value is not None]
-        if known:
-            series.append(Series(name, Curve([step for step, _ in known], [value for _, value in known]), colour))
+        measured = [(step, float(value) / _MIB) for step, value in points if value is not None]
+        if measured:
+            series.append(Series(name, Curve([step for step, _ in measured], [value for _, value in measured]), colour))
     return series
 
 
@@ -138,5 +139,6 @@ def _flops(value: Any, unit: str = "FLOP") -> str:
     if not isinstance(value, int | float) or value <= 0:
         return ""
     text = short(float(f"{value:.3g}"))
+    # The letter of the power belongs to the unit: `1.2 TFLOP`.
     digits = text.rstrip("kMGTP")
     return f"{digits} {text.removeprefix(digits)}{unit}"

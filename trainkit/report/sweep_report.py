@@ -42,6 +42,7 @@ class Sweep:
 
     def rank(self, job: Job) -> tuple[bool, float, int]:
         """Return the key that sorts jobs, the best first, those that failed last."""
+        # As in the sweep itself: a run without validation has only the training metric.
         value = job.metrics.get(self.metric, job.metrics.get(f"train/{self.metric.partition('/')[2]}", math.nan))
         lost = job.error is not None or math.isnan(value)
         return lost, 0.0 if lost else value if self.mode == "min" else -value, job.number
@@ -53,6 +54,7 @@ def read_sweep(folder: Path) -> Sweep:
         saved = json.loads((folder / SWEEP).read_text(encoding="utf-8"))
         jobs = [_job(folder, outcome) for outcome in saved["jobs"]]
         return Sweep(jobs, str(saved["objective"]["metric"]), str(saved["objective"]["mode"]))
+    # The file may be edited or damaged in any way.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{folder / SWEEP} cannot be read: {error}") from None
 
@@ -75,6 +77,7 @@ def sweep_report(folder: Path) -> str:
 
 
 def _job(folder: Path, outcome: dict[str, Any]) -> Job:
+    # By name alone, so that a sweep's folder may be moved.
     run_dir = Path(outcome["run_dir"]).name
     values = dict(text.partition("=")[::2] for text in outcome["overrides"])
     # Numbers that are not finite are `null` in JSON.

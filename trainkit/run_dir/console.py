@@ -17,6 +17,7 @@ from io import StringIO
 from typing import Any
 
 _ANY_WIDTH = 10_000  # columns: lines are not wrapped
+# The last two ranges turn text around: a name could show another command than the one that it holds.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # not newline and tab
 
 
@@ -37,8 +38,8 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters, but for newlines and tabs, as escapes."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Return `text` with control characters, except newlines and tabs, as escapes."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def log_to_stderr() -> None:
@@ -54,7 +55,8 @@ def on_terminal() -> bool:
 
 
 def in_notebook() -> bool:
-    """Return True in the kernel of a notebook, whose output is no terminal, but can rewrite its last line."""
+    """Return True in the kernel of a notebook, whose output is not a terminal, but can rewrite its last line."""
+    # Not imported: outside of a notebook that would take time, and say nothing.
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 

@@ -95,6 +95,7 @@ def read_failures(folder: Path) -> list[FailureRecord]:
     for path in (folder / CALLERS, *sorted(folder.glob("failure_rank_*.json"))):
         try:
             records.append(FailureRecord(**json.loads(path.read_text(encoding="utf-8"))))
+        # A process may have been killed while it wrote, or the file was altered: the other records still count.
         except (OSError, ValueError, TypeError, RecursionError):
             continue
     return sorted(records, key=lambda record: record.when)
@@ -128,6 +129,7 @@ def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
     """
     handler = None if folder is None else _Handler(folder / FILENAME, process)
     ours = logging.getLogger("trainkit")
+    # The present one, so that a user's or pytest's still gets each warning.
     show = warnings.showwarning
 
     def show_and_keep(
@@ -140,12 +142,14 @@ def warnings_kept(folder: Path | None, *, process: int) -> Iterator[None]:
 
     if handler is not None:
         ours.addHandler(handler)
+    # Python has no handlers for warnings, only this function to replace.
     warnings.showwarning = show_and_keep
     try:
         yield
     finally:
         if handler is not None:
             ours.removeHandler(handler)
+        # Someone may have replaced it in the block: theirs stays.
         if warnings.showwarning is show_and_keep:
             warnings.showwarning = show
 
@@ -173,6 +177,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.keep(record.getMessage(), where=record.name, level=record.levelname)
+        # As every handler of logging: an error while logging must not end the run.
         except Exception:
             self.handleError(record)
         if not logging.getLogger().handlers and logging.lastResort is not None:
@@ -182,6 +187,7 @@ class _Handler(logging.Handler):
 
     def keep(self, text: str, *, where: str, level: str = "WARNING") -> None:
         """Write a warning that was not written before; a disk error does not end the run."""
+        # A warning of every step would fill the disk.
         if text in self._seen or len(self._seen) >= _MAX_WARNINGS:
             return
         self._seen.add(text)
@@ -192,5 +198,6 @@ class _Handler(logging.Handler):
             "where": where,
             "text": _encodable(text),
         }
+        # Opened for each line: ranks append to one file, and a removed folder is noticed.
         with suppress(OSError), open(open_to_append(self._path), "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from trainkit.loops.run import Run
 
 FILENAME = "environment.json"
+# Limits of a config that is read: few bytes of YAML may stand for values that take hours or all memory to load.
 _MAX_CONFIG_BYTES = 1 << 17
 _MAX_CONFIG_VALUES = 5_000
 _MAX_CONFIG_DIGITS = 4_000
 _MAX_CONFIG_DEPTH = 50
+# A repository on a slow network disk must not delay the start of the run.
 _GIT_SECONDS = 2.0
 _PACKAGES = ("numpy", "transformers", "lightning", "torchmetrics", "datasets")
 
@@ -52,6 +54,7 @@ def choose_run_dir(name: str, *, parent: Path = Path("runs")) -> Path:
 def check_run_dir(folder: Path) -> None:
     """Raise UserError if the folder cannot be made or written to, or has links to outside; changes nothing."""
     check_links(folder)
+    # Of the nearest folder that exists: the missing ones are made only when the run starts.
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"the run folder {folder} cannot be made: {existing} is a file. Set run_dir to another path.")
@@ -62,7 +65,7 @@ def check_run_dir(folder: Path) -> None:
 def check_links(folder: Path) -> None:
     """Raise UserError for a link in the folder that points out of it: a run would write or remove what is there."""
     root = os.path.realpath(folder)
-    for parent, folders, files in os.walk(root):
+    for parent, folders, files in os.walk(root):  # which follows no links
         for path in (os.path.join(parent, name) for name in [*folders, *files]):
             target = os.path.realpath(path) if os.path.islink(path) else root
             if os.path.commonpath([root, target]) != root:
@@ -77,6 +80,7 @@ def make_run_dir(folder: Path) -> None:
     check_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not tell: the file system may be full or mounted read-only.
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -99,6 +103,7 @@ def write_config(folder: Path, config: str) -> None:
     """Write the run's settings to `config.yaml`; those of an earlier part of the run are kept if they differ."""
     path = folder / "config.yaml"
     try:
+        # A resume with other settings: the config of the earlier steps stays beside the new one.
         if path.exists() and path.read_text() != config:
             path.rename(folder / f"config_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}.yaml")
         write_text(path, config)
@@ -109,6 +114,7 @@ def write_config(folder: Path, config: str) -> None:
 def read_config(path: Path) -> str:
     """Return the text of a run's config; raises OSError, or an error of `check_config`."""
     with path.open("rb") as file:
+        # One byte more than the limit shows that there is more, without reading all of it.
         text = file.read(_MAX_CONFIG_BYTES + 1).decode("utf-8", "replace")
     check_config(text, path)
     return text
@@ -120,13 +126,14 @@ def check_config(text: str, path: Path) -> None:
 
     reason = f"more than {_MAX_CONFIG_BYTES:,} bytes" if len(text) > _MAX_CONFIG_BYTES else ""
     count, opened, sizes = 0, list[tuple[str | None, int]](), dict[str | None, int]()
+    # Events, which are not expanded yet: each alias counts as all the values that it stands for.
     for event in () if reason else yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, count))
             count += 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = opened.pop()
-            sizes[anchor] = count - before
+            anchor, start = opened.pop()
+            sizes[anchor] = count - start
         elif isinstance(event, yaml.AliasEvent):  # to a value that contains it, too
             count += sizes.get(event.anchor, _MAX_CONFIG_VALUES)
         elif isinstance(event, yaml.ScalarEvent):
@@ -147,6 +154,7 @@ def check_config(text: str, path: Path) -> None:
 
 
 def _is_long_number(text: str) -> bool:
+    # Python converts a long number in quadratic time, or refuses it.
     return len(text) > _MAX_CONFIG_DIGITS and text[0] in "+-0123456789"
 
 
@@ -157,8 +165,9 @@ def clear_summary(folder: Path) -> None:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: the result of the run and the reason why it ended."""
-    known = {key: _as_json(value) for key, value in summary.items() if key != "weights"}
-    write_text(folder / "summary.json", json.dumps(known, indent=2, allow_nan=False) + "\n")
+    # The weights are for the caller of `fit` only, and no JSON.
+    values = {key: _as_json(value) for key, value in summary.items() if key != "weights"}
+    write_text(folder / "summary.json", json.dumps(values, indent=2, allow_nan=False) + "\n")
 
 
 def write_environment(run: Run) -> None:
@@ -174,6 +183,7 @@ def write_environment(run: Run) -> None:
 def _environment(run: Run) -> dict[str, Any]:
     """Return the values that the report's header shows."""
     task, strategy, device = run.task, run.strategy, run.strategy.device
+    # A lazy parameter has no number of elements yet.
     parameters = [parameter for parameter in task.parameters() if not isinstance(parameter, UninitializedParameter)]
     return {
         "started": time.time(),
@@ -210,14 +220,14 @@ def _versions() -> dict[str, str]:
     """Return the versions of packages that are imported already."""
     from trainkit import __version__
 
-    found = {"trainkit": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"trainkit": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        versions["cuda"] = torch.version.cuda
     for name in _PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
-            found[name] = version
-    return found
+            versions[name] = version
+    return versions
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:

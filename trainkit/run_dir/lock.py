@@ -25,6 +25,7 @@ LOCK = ".lock"
 OWNER = ".owner"
 
 _WAIT_SECONDS = 120.0  # a network file system may take this long to notice that a machine is gone
+# Set by the launchers: of two processes with the same value, the earlier one is ending.
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID")
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class LockOwner:
     @staticmethod
     def this_process() -> LockOwner:
         """Return the owner that this process records in its lock."""
+        # torchrun sets TORCHELASTIC_RUN_ID=none if it got no --rdzv-id.
         job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name, "none") != "none"), "")
         return LockOwner(socket.gethostname(), os.getpid(), job, f"{datetime.now():%Y-%m-%d %H:%M:%S}")
 
@@ -53,6 +55,7 @@ class LockOwner:
         """
         this = LockOwner.this_process()
         same_job = this.job != "" and self.job == this.job
+        # The process numbers of another host mean nothing here.
         if self.host != this.host:
             return same_job
         return self.pid != this.pid and (same_job or not _is_alive(self.pid))
@@ -72,6 +75,7 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
         UserError: Another process trains in the folder.
 
     """
+    # For the wait and the message only: the lock decides, since this file outlives a killed owner.
     owner = _read(folder)
     if owner is not None and owner.is_ending:
         logger.info("waiting for process %d on %s to release %s", owner.pid, owner.host, folder)
@@ -95,6 +99,7 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
             yield
         finally:
             with suppress(OSError):  # the folder may have been removed
+                # Before the lock is released: after it, the file could be the next owner's.
                 path.unlink()
 
 
@@ -106,6 +111,7 @@ def check_not_locked(folder: Path) -> None:
     if owner is None or owner.is_ending:
         return
     try:
+        # Taken and released at once, to ask before any process is started.
         with file_lock(folder / LOCK, timeout=0):
             pass
     except Timeout:
@@ -114,6 +120,7 @@ def check_not_locked(folder: Path) -> None:
 
 def _read(folder: Path) -> LockOwner | None:
     try:
+        # The owner may have been killed while it wrote: without its name the lock still works.
         return LockOwner(**json.loads((folder / OWNER).read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
@@ -121,10 +128,10 @@ def _read(folder: Path) -> LockOwner | None:
 
 def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # sends no signal, only checks
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # it exists, and is another user's
         pass
     return True
 

@@ -64,14 +64,15 @@ class RemoteCopy:
         self.run = RemoteRun(url)
         self._copied: dict[str, tuple[int, int]] = {_SUMMARY: (0, 0)}  # size and time of files
         self._manifest: bytes | None = None  # as it is in the store
-        self._manifest_is_known = False
-        self._files_due = 0.0
+        self._manifest_is_known = False  # until the store has been read for the first time
+        self._files_due = 0.0  # when the other files are copied next
         self.is_complete = False
         """True once everything is in the store, after `close`."""
         self._problem = ""
         self._stored: dict[str, str] = {}  # hashes of the files of checkpoints in the store, listed there or not yet
         self._progress = self._completed = time.monotonic()  # of bytes, and of a file
         self._ending, self._abandoned = Event(), Event()
+        # A daemon: after `close` has given up, a store that never answers must not keep the process alive.
         self._thread = Thread(target=self._copy_until_the_end, name="remote copy", daemon=True)
 
     @contextmanager
@@ -90,6 +91,7 @@ class RemoteCopy:
         self._ending.set()
         while self._thread.is_alive() and (left := self._progress + _PATIENCE_SECONDS - time.monotonic()) > 0:
             self._thread.join(left)
+        # Before the question what is missing: the thread copies nothing more from here on.
         self._abandoned.set()
         missing = self._missing()
         if missing or self._problem:
@@ -110,14 +112,16 @@ class RemoteCopy:
     def _copy_until_the_end(self) -> None:
         wait = _FIRST_WAIT
         while not self._abandoned.is_set():
+            # Read before the copy: what is written after it would be missed if the end came in between.
             is_last = self._ending.is_set()
             try:
                 self.copy_changes(is_last=is_last)
+            # The manifest of another run must not be overwritten, by no later try either.
             except _Replaced as error:
                 self._problem = str(error)
                 logger.error("%s Nothing more is copied; the run continues in %s.", error, self.folder)
                 return
-            except Exception as error:  # a store raises errors of its own types
+            except Exception as error:  # the types of errors depend on the store
                 self._problem = first_line(error) if isinstance(error, UserError) else error_text(error)
                 logger.log(
                     logging.WARNING if wait == _FIRST_WAIT else logging.DEBUG,
@@ -126,8 +130,10 @@ class RemoteCopy:
                     self._problem,
                     self.folder,
                 )
+                # Bytes may still move in tries that never complete a file: `close` alone would wait without end.
                 if is_last and time.monotonic() - self._completed >= _PATIENCE_SECONDS:
                     return
+                # The wait ends early at the end of training; after that, only when `close` gives up.
                 (self._abandoned if is_last else self._ending).wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
                 continue
@@ -144,10 +150,12 @@ class RemoteCopy:
             start = time.monotonic()
             self._copy_files()
             end = time.monotonic()
+            # From a slow store these copies take a tenth of the time, so that checkpoints come in between.
             self._files_due = end + max(_FILES_EVERY_SECONDS, (end - start) / _FILES_SHARE)
         self._copy_checkpoints()
 
     def _copy_files(self) -> None:
+        # With the stamps from before the copies: a file that grows while it is copied is copied again later.
         present = dict(self._files())
         for name, stamp in present.items():
             if self._copied.get(name) != stamp:
@@ -167,15 +175,18 @@ class RemoteCopy:
         if self._local_manifest() == self._manifest:
             return
         there = self.run.read(LIST)
+        # What the store lists is not copied again, also if an earlier process has copied it.
         self._stored.update(_files_of(there))
-        with self._kept_files() as (content, wanted, kept):
+        with self._kept_files() as (content, wanted, links):
             if content is None or content == self._manifest:
                 return
             if there not in (self._manifest, content):
                 raise _Replaced(f"Another process has written to {self.run.url} since this run began to copy there.")
-            for name, path in kept.items():
+            for name, path in links.items():
                 self._put(path, name)
                 self._stored[name] = wanted[name]
+            # After its files, and before those of the earlier one are removed: a reader always finds what the manifest
+            # lists.
             self.run.write(LIST, content)
             for name in self._stored.keys() - wanted.keys():
                 self.run.remove(name)
@@ -197,13 +208,14 @@ class RemoteCopy:
                 # Those that are not here were listed there when the run was fetched.
                 missing = [name for name, digest in wanted.items() if self._stored.get(name) != digest]
                 try:
-                    kept = {name: self._link(name, folder / str(number)) for number, name in enumerate(missing)}
+                    links = {name: self._link(name, folder / str(number)) for number, name in enumerate(missing)}
                     break
                 except FileNotFoundError:
+                    # A checkpoint was removed after the manifest was read: with a newer manifest, try again.
                     shutil.rmtree(folder, ignore_errors=True)
                     if self._local_manifest() == content:
                         raise
-            yield content, wanted, kept
+            yield content, wanted, links
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -224,6 +236,7 @@ class RemoteCopy:
 
     def _moved(self) -> None:
         if self._abandoned.is_set():
+            # Inside fsspec's copy, which has no other way to stop it.
             raise InterruptedError("given up")
         self._progress = time.monotonic()
 
@@ -237,10 +250,10 @@ class RemoteCopy:
             ]
             for path in (Path(parent, name) for name in files if name[0] != "."):
                 try:
-                    found = path.stat()
+                    status = path.stat()
                 except FileNotFoundError:  # renamed meanwhile
                     continue
-                yield path.relative_to(self.folder).as_posix(), (found.st_size, found.st_mtime_ns)
+                yield path.relative_to(self.folder).as_posix(), (status.st_size, status.st_mtime_ns)
 
     def _local_manifest(self) -> bytes | None:
         try:
@@ -250,31 +263,31 @@ class RemoteCopy:
 
     def _missing(self) -> list[str]:
         """Return the names of the files that are not in the store as they are here."""
-        changed = [name for name, stamp in self._files() if self._copied.get(name) != stamp]
+        names = [name for name, stamp in self._files() if self._copied.get(name) != stamp]
         content = self._local_manifest()
         if content is None or content == self._manifest:
-            return changed
+            return names
         try:
             wanted = _files_of(content)
         except UserError:
-            return [*changed, LIST]
-        return [*(name for name, digest in wanted.items() if self._stored.get(name) != digest), *changed, LIST]
+            return [*names, LIST]
+        return [*(name for name, digest in wanted.items() if self._stored.get(name) != digest), *names, LIST]
 
 
 def _files_of(content: bytes | None) -> dict[str, str]:
     """Return the hashes of the files that a manifest lists, by their names in the run folder; empty without one."""
     if content is None:
         return {}
-    found = {}
+    digests = {}
     try:
         for fields in json.loads(content)["checkpoints"]:
             path = Path(CHECKPOINTS, fields["file"])
-            found[path.as_posix()] = fields["digest"]
+            digests[path.as_posix()] = fields["digest"]
             for shard in fields.get("shards", ()):
-                found[(shards_folder(path) / shard["file"]).as_posix()] = shard["digest"]
+                digests[(shards_folder(path) / shard["file"]).as_posix()] = shard["digest"]
     except DAMAGED_TEXT as error:
         raise UserError(f"{LIST} is damaged: {type(error).__name__}") from error
-    return found
+    return digests
 
 
 def _progress_callback(moved: Any) -> Any:

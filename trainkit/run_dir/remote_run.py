@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteRun:
-    """The run folder at a URL. Reading and writing raise the errors of its store, of whatever type.
+    """The run folder at a URL. Reading and writing raise the errors of its store, of any type.
 
     Args:
         url: The folder, such as `s3://bucket/run7`.
@@ -80,6 +80,7 @@ class RemoteRun:
         """Copy a file of the store to a local path, which it has when it is complete."""
         fs, path = self._at(name)
         target.parent.mkdir(parents=True, exist_ok=True)
+        # A kill must not leave a part of the file under its name.
         part = part_of(target)
         try:
             fs.get_file(path, str(part))
@@ -99,6 +100,7 @@ class RemoteRun:
         start = f"{root.rstrip('/')}/"
         for path in fs.find(root):
             parts = str(path).removeprefix(start).split("/")
+            # A name with an empty part or a leading dot (`..`) could lead out of the local folder.
             is_hidden = any(part[:1] in ("", ".") for part in parts)  # or not below the folder
             if not is_hidden and parts[0] != CHECKPOINTS:
                 yield "/".join(parts)
@@ -133,8 +135,10 @@ class RemoteRun:
             resumes: True if the run continues, so that `folder` may contain its checkpoints already.
 
         """
+        # A name that is not in use: several ranks may check the same URL at once.
         probe = f"{_PROBE}_{uuid4().hex[:8]}"
         with store_errors(f"run_dir={self.url} cannot be written to"):
+            # A write is the only test that holds for every store.
             self.write(probe, b"")
             self.remove(probe)
         entries = self.manifest(folder).entries
@@ -159,12 +163,13 @@ class RemoteRun:
                 return folder if which == "last" else self._fetch_named(manifest, which)
             if folder.exists():
                 aside = folder.with_name(f"{folder.name}_until_{datetime.now():%Y-%m-%d_%H-%M-%S_%f}")
+                # Renamed, not removed: it may hold steps that were never copied.
                 folder.rename(aside)
                 logger.warning("%s is not as new as %s. It is renamed to %s.", folder, self.url, aside)
             return self._fetch(folder, which)
 
     def fetch(self, which: str | None = "last") -> Path:
-        """Fetch the run into a local folder of its own, to read it; return the folder, or the chosen checkpoint.
+        """Fetch the run into a separate local folder, to read it; return the folder, or the chosen checkpoint.
 
         `which` is `last` (the folder is returned), `best`, a checkpoint's name or file; `None` fetches none of them.
         """
@@ -176,10 +181,12 @@ class RemoteRun:
     def _fetch(self, folder: Path, which: str | None = "last") -> Path:
         manifest = self.manifest(folder)
         with store_errors(f"{self.url} cannot be fetched"):
+            # Before the manifest: a kill in between leaves a folder without checkpoints, which is fetched again.
             for name in self.names():
                 self.get(name, folder / name)
         if manifest.entries:
             (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            # The whole list, though one checkpoint is fetched: the next copy to the store would drop the others there.
             write_manifest(folder / CHECKPOINTS, manifest)
         if which is None:
             return folder
@@ -211,6 +218,7 @@ class RemoteRun:
         """Fetch the files of a checkpoint that are not here already; raises DamagedCheckpoint for other content."""
         store, here = CheckpointStore(entry.path.parent), Path(CHECKPOINTS)
         with suppress(DamagedCheckpoint):
+            # The files may be here already, whole or damaged.
             store.verify(entry)
             return entry
         logger.info("fetching %s from %s", entry.path.name, self.url)
@@ -221,6 +229,7 @@ class RemoteRun:
                     self.get((here / path.relative_to(store.folder)).as_posix(), path)
                 except FileNotFoundError:
                     raise DamagedCheckpoint(f"{self.url}/{CHECKPOINTS}/{path.name} is missing.") from None
+        # By the hash in the manifest: the store or the network may have changed the bytes.
         store.verify(entry)
         return entry
 
@@ -238,7 +247,7 @@ def find_remote_run(url: str) -> tuple[RemoteRun | None, str]:
         candidates = [(head, "last")]
     elif head.endswith(f"/{CHECKPOINTS}"):
         candidates = [(head.removesuffix(f"/{CHECKPOINTS}"), name)]
-    elif not head.endswith(":/"):
+    elif not head.endswith(":/"):  # else the URL has no folder above it
         candidates.append((head, name))
     for folder, which in candidates:
         run = RemoteRun(folder)
@@ -264,6 +273,7 @@ def fetch(url: str, *, continues: RemoteRun | None = None) -> Path:
     folder, _, name = check_url(url).rpartition("/")
     target = fetched_folder(url)
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks of one machine may fetch the same file at once.
     with file_lock(target.parent / f".{name}.fetch"), store_errors(f"{url} cannot be fetched"):
         RemoteRun(folder).get(name, target)
     return target
@@ -281,4 +291,5 @@ def _is_ahead(folder: Path, remote: CheckpointEntry) -> bool:
     local = latest_complete(folder)
     if local is None:
         return False
+    # Both, since numbers begin again in a new run, and the clocks of machines differ.
     return local.digest == remote.digest or (local.number >= remote.number and local.saved_at >= remote.saved_at)

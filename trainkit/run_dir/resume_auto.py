@@ -40,6 +40,7 @@ def find_run_to_resume(
     """
     folders = [run_dir] if run_dir is not None else _newest_first(parent / name)
     for folder in folders:
+        # A folder that the user names is continued even if it is finished: `max_duration` may be longer.
         if run_dir is None and _is_finished(folder, max_duration):
             continue
         entry = latest_complete(folder)
@@ -57,7 +58,7 @@ def latest_complete(run_dir: Path) -> CheckpointEntry | None:
         return None
     store = CheckpointStore(folder)
     for entry in reversed(store.entries()):
-        with suppress(CheckpointError):
+        with suppress(CheckpointError):  # damaged: the one before it may do
             store.verify(entry)
             return entry
     return None
@@ -74,6 +75,7 @@ def _newest_first(folder: Path) -> list[Path]:
 def _started(run_dir: Path) -> tuple[str, int]:
     length = len("2026-01-31_12-00-00")
     stamp, suffix = run_dir.name[:length], run_dir.name[length + 1 :]
+    # The suffix as a number: as text, _10 would come before _9.
     return stamp, int(suffix) if suffix.isdigit() else 0
 
 
@@ -83,5 +85,6 @@ def _is_finished(run_dir: Path, max_duration: Sequence[Duration]) -> bool:
         status, reason = str(summary["status"]), str(summary["exit_reason"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False  # killed before it wrote a summary
+    # Finished for another reason, such as early stopping, counts for every duration.
     reached = reason.removeprefix("reached max_duration=")
     return status == "finished" and (reached == reason or reached in map(str, max_duration))
