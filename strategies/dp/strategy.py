@@ -297,7 +297,7 @@ class DataParallelStrategy(PhaseTraining):
         with self._timer.phase("scatter"):
             moved = [self._scattered(shard, device) for shard, device in zip(shards, devices, strict=True)]
         with self._timer.phase("replicate"):
-            # Again in every round: the optimizer has changed the parameters, and backward has freed the graph of the copies.
+            # Again in every round: the optimizer has changed the parameters, and backward has freed the copies' graph.
             replicas = replicate(task, devices, phase=self._timer.phase, kept=self._metrics_of_replicas(task))
 
         def run(replica: TaskModule, shard: MicroBatch) -> Any:

@@ -343,7 +343,7 @@ class Tracer(TracingMode):
             for tensor in tensors(result):
                 self._made_inside[id(tensor)] = (weakref.ref(tensor), self._node.index)
             return result
-        # No public function tells whether a transform is active. Inside one, tensors are wrappers of which no stage knows the values.
+        # No public function tells whether a transform is active, in which tensors are wrappers.
         if torch._C._are_functorch_transforms_active():
             raise UserError(
                 f"the step calls `{name}` (at {caller_location()}) inside a transform of torch.func other than vmap, "
@@ -377,7 +377,7 @@ class Tracer(TracingMode):
         # An autograd Function has no buffers of its own, but its code may write to any.
         watched = [*argument_tensors, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [_version(tensor) for tensor in watched]
-        gradient_flags = [tensor.requires_grad for tensor in argument_tensors]
+        flags = [tensor.requires_grad for tensor in argument_tensors]
         # To read Python's and numpy's states copies their tables, so not for torch functions, which never draw there.
         state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
         cost_before, num_shaped = replace(self.counter.total), self.counter.num_shaped
@@ -410,8 +410,8 @@ class Tracer(TracingMode):
         self._note_hazards(node, argument_tensors, outline_before != (outline((args, kwargs)) if is_opaque else None))
         self.hazards.check_seed(node, state, after)
         node.draws_in_python = is_opaque and python_state != python_rng_state()
-        written = [tensor for tensor, version in zip(watched, versions, strict=True) if _version(tensor) != version]
-        switched = [t for t, flag in zip(argument_tensors, gradient_flags, strict=True) if t.requires_grad != flag]
+        written = [tensor for tensor, old in zip(watched, versions, strict=True) if _version(tensor) != old]
+        switched = [tensor for tensor, old in zip(argument_tensors, flags, strict=True) if tensor.requires_grad != old]
         self._complete(node, result, written, switched)
         # What has the length of an argument whose length depends on elements is taken to depend on them too.
         lengths = {self._shaped[id(tensor)] for tensor in argument_tensors if id(tensor) in self._shaped}
