@@ -73,7 +73,7 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
     with torch.enable_grad(), module_scopes(task) as scopes:
         for name in steps:
             # A copy of the addresses: what one step saves counts again in the next one.
-            of_step = _cost_of(partial(getattr(task, name), batch), scopes, known=set(parameters))
+            of_step = _cost_of(partial(getattr(task, name), batch), scopes, storage_addresses=set(parameters))
             cost.flops += of_step.flops
             cost.saved_bytes |= of_step.saved_bytes
     return cost
