@@ -25,6 +25,7 @@ from trainkit.optim.precision import Precision
 from trainkit.optim.saved_state import state_problem
 from trainkit.task import TaskModule, has_phases
 
+# Private: torch has no public base class of all batch and instance normalisations.
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 SPLIT_FROM = "split_from"
 """Key of a parameter group without weight decay: the index of the group that it was split from."""
@@ -77,10 +78,13 @@ class SpikeDetector:
         if seen is None or seen.device != norm.device:
             seen = torch.zeros(2, device=norm.device) if seen is None else seen.to(norm.device)
         count, average = seen[0], seen[1]
+        # Tensor arithmetic without branches: reading a value would wait for the device in every step.
         spike = (count >= WARM_UP_STEPS) & (norm > self.factor * average)
         skipped = spike | ~torch.isfinite(norm)
         grown = count + 1
+        # A plain mean at first, which weights all steps equally, and then an exponential average.
         nearer = average + (norm - average) / grown.clamp(max=MEMORY_STEPS)
+        # A spike or an infinite norm must not raise the average, or the next spikes would pass.
         self._seen = torch.where(skipped, seen, torch.stack([grown, nearer.to(seen.dtype)]))
         return skipped
 
@@ -134,7 +138,7 @@ class PhaseOptimizer:
         self.closure: Callable[[], Tensor] | None = None
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler_of(self.phase)
-        self._schedules_of = {when: [one for one in schedules if one.every == when] for when in _MOMENTS}
+        self._schedules_of = {when: [schedule for schedule in schedules if schedule.every == when] for when in _MOMENTS}
         self._check_evaluations()
 
     def _check_evaluations(self) -> None:
@@ -171,11 +175,11 @@ class PhaseOptimizer:
     def set_mode(self, *, training: bool) -> None:
         """Leave in the parameters the weights to train, or those to evaluate with, of an optimizer that has both."""
         self.is_training = training
-        for one in filter(_has_mode, members(self.optimizer)) if self.has_mode else ():
-            getattr(one, "train" if training else "eval")()
+        for member in filter(_has_mode, members(self.optimizer)) if self.has_mode else ():
+            getattr(member, "train" if training else "eval")()
             # Made by a look into the defaultdict; on a stage of a pipeline they would hide those of other stages.
-            for parameter in [parameter for parameter, state in one.state.items() if not state]:
-                del one.state[parameter]
+            for parameter in [parameter for parameter, state in member.state.items() if not state]:
+                del member.state[parameter]
 
     def follow_groups(self) -> bool:
         """Return True if parameters have come into the optimizer or left it since the last call.
@@ -198,19 +202,21 @@ class PhaseOptimizer:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that are not None, in the optimizer's order; of sparse ones the summed rows."""
-        found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in found]
+        present = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in present]
 
     def unscale(self) -> None:
         """Remove the scaler's factor from the gradients, and call the hooks; collective with `max_over_ranks`."""
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
             if self.max_over_ranks is not None:
-                found = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-                device = next(iter(found), self.parameters[0].device)
-                worst = sum(found.values(), start=torch.zeros((), device=device))
-                found.clear()
-                found[device] = self.max_over_ranks(worst)
+                flags = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+                device = next(iter(flags), self.parameters[0].device)
+                # All ranks take part, also one without gradients, or the others wait for it forever.
+                worst = sum(flags.values(), start=torch.zeros((), device=device))
+                flags.clear()
+                flags[device] = self.max_over_ranks(worst)
+        # After the factor is gone: hooks see the gradients that a run in fp32 has.
         for hook in self.pre_clip_hooks:
             hook()
 
@@ -227,6 +233,7 @@ class PhaseOptimizer:
                 parameter.grad = parameter.grad.coalesce()  # an element may be a sum
         gradients = self.gradients()
         if gradients:
+            # Private: one kernel for all gradients. torch's clip_grad_value_ calls it too, but not for sparse values.
             torch._foreach_clamp_min_(gradients, -self.clip.value)
             torch._foreach_clamp_max_(gradients, self.clip.value)
 
@@ -247,6 +254,7 @@ class PhaseOptimizer:
         elif self._plain_step is None or _is_watched(self.optimizer):
             self.optimizer.step()
         else:
+            # Nothing hooks the step, so torch's wrapper would only cost time.
             self._plain_step(self.optimizer)
 
     def measured(self) -> dict[str, float]:
@@ -258,6 +266,7 @@ class PhaseOptimizer:
         """Leave every parameter without a gradient."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
+                # Freed, not zeroed: memory is lower, and the next backward assigns where it would add.
                 parameter.grad = None
 
     def step_schedules(self, when: Moment, metrics: Mapping[str, float] | None = None) -> None:
@@ -271,6 +280,7 @@ class PhaseOptimizer:
                 assert metrics is not None
                 schedule.scheduler.step(metrics[schedule.metric])  # type: ignore[arg-type] # ReduceLROnPlateau's own signature
             except (ValueError, TypeError, LookupError) as error:
+                # An error of the user's own schedule keeps its type and traceback.
                 if not raising_module(error).startswith("torch.optim"):
                     raise
                 raise UserError(
@@ -324,14 +334,15 @@ class PhaseOptimizer:
 
     def _update_if_finite(self, norm: Tensor) -> None:
         bad = ~torch.isfinite(norm) if self.spikes is None else self.spikes.is_spike(norm)
-        found = self._count(bad)
+        flag = self._count(bad)
+        # Private: torch marks optimizers with a fused kernel by this attribute only, for GradScaler.
         if getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Fused kernels read the flag on the device and write nothing if it is set.
-            self.optimizer.found_inf = found  # type: ignore[attr-defined]
+            self.optimizer.found_inf = flag  # type: ignore[attr-defined]
             self.optimizer.step()
             return
         # Waits for the device: only fused kernels skip by themselves.
-        self.skipped_on_host = bool(found)
+        self.skipped_on_host = bool(flag)
         if not self.skipped_on_host:
             self.optimizer.step()
 
@@ -408,19 +419,22 @@ def _configured(task: TaskModule, method: str, total_steps: int | None) -> Any:
         return declare() if parameter is None else declare(total_steps=total_steps)
     except (TypeError, ValueError) as error:
         if "empty parameter list" in str(error):
-            of = f"the optimizer of {type(task).__name__}"
-            raise UserError(f"{of} has no parameters; pass self.parameters().") from None
+            optimizer_name = f"the optimizer of {type(task).__name__}"
+            raise UserError(f"{optimizer_name} has no parameters; pass self.parameters().") from None
         if isinstance(error, UserError) or not raising_module(error).startswith("torch.optim"):
             raise
+        # torch's messages end with the value (`Invalid learning rate: -1`), which shows the setting that it came from.
         refused = str(error).rpartition(": ")[2]
-        given = {f"task.{name}": vars(task).get(name) for name in inspect.signature(type(task)).parameters}
-        for name, value in list(given.items()):
+        arguments = {f"task.{name}": vars(task).get(name) for name in inspect.signature(type(task)).parameters}
+        for name, value in list(arguments.items()):
             if isinstance(value, partial):  # of a node with `_partial_`
-                given |= {f"{name}.{key}": argument for key, argument in value.keywords.items()}
+                arguments |= {f"{name}.{key}": argument for key, argument in value.keywords.items()}
         is_text = isinstance(error, TypeError)  # where a number is needed; the message does not have the value
-        keys = [key for key, value in given.items() if (isinstance(value, str) if is_text else str(value) == refused)]
-        of = f" of {' or '.join(keys)}" if keys else ""
-        raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value{of}.") from error
+        keys = [
+            key for key, value in arguments.items() if (isinstance(value, str) if is_text else str(value) == refused)
+        ]
+        names = f" of {' or '.join(keys)}" if keys else ""
+        raise UserError(f"{type(task).__name__}.{method}: {error}. Set a valid value{names}.") from error
 
 
 def _prepared(
@@ -428,6 +442,7 @@ def _prepared(
 ) -> tuple[Optimizer, list[LRSchedule]]:
     """Return an optimizer and its schedules, checked and with the groups and kernels that were asked for."""
     optimizer, schedules = _read(returned, task)
+    # By id: tensors have no equality that is one truth value.
     owned = {id(parameter) for parameter in task.parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not parameters:
@@ -450,9 +465,9 @@ def _group_signature(group: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     return len(group["params"]), frozenset(name for name in group if name not in ("params", "fused", "foreach"))
 
 
-def _fits(saved: tuple[int, frozenset[str]], own: tuple[int, frozenset[str]]) -> bool:
+def _fits(saved: tuple[int, frozenset[str]], present: tuple[int, frozenset[str]]) -> bool:
     """Return True if a group matches a saved one; another torch version may have more settings or fewer, not both."""
-    return saved[0] == own[0] and (saved[1] <= own[1] or own[1] <= saved[1])
+    return saved[0] == present[0] and (saved[1] <= present[1] or present[1] <= saved[1])
 
 
 def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
@@ -461,11 +476,11 @@ def _described(groups: list[tuple[int, frozenset[str]]]) -> str:
 
 def _check_fused_sgd(optimizer: Optimizer) -> None:
     """Raise UserError for a fused SGD in 16 bits on the CPU, which leaves most elements as they are."""
-    for one in members(optimizer):
-        fused = [group for group in one.param_groups if group.get("fused")]
-        if isinstance(one, SGD) and any(map(_has_16_bits_on_cpu, fused)):
+    for member in members(optimizer):
+        fused = [group for group in member.param_groups if group.get("fused")]
+        if isinstance(member, SGD) and any(map(_has_16_bits_on_cpu, fused)):
             raise UserError(
-                f"{type(one).__name__}(fused=True) has parameters of 16 bits on the CPU, of which torch's fused kernel "
+                f"{type(member).__name__}(fused=True) has parameters of 16 bits on the CPU, of which torch's fused kernel "
                 "updates only a few elements (PyTorch's issue 191763); remove fused=True, or train in fp32."
             )
 
@@ -496,6 +511,7 @@ def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
             return
     for group in optimizer.param_groups:
         group["fused"] = True
+    # A group that is added during the run takes its settings from the defaults.
     optimizer.defaults["fused"] = True
     # What the constructors set with fused=True: the kernel takes found_inf and grad_scale.
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
@@ -507,6 +523,7 @@ def _plain_step_of(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
     The wrapper calls hooks and the profiler, and costs a small task a twentieth of its step without any.
     """
     step = type(optimizer).step
+    # torch sets both attributes; a step on the object is that of a scheduler or the user.
     wrapped: Callable[[Optimizer], Any] | None = getattr(step, "__wrapped__", None)
     return wrapped if getattr(step, "hooked", False) and "step" not in vars(optimizer) else None
 
@@ -517,6 +534,7 @@ def _has_mode(optimizer: Optimizer) -> bool:
 
 def _is_watched(optimizer: Optimizer) -> bool:
     """Return True if a hook or the profiler follows the optimizer's steps."""
+    # Private: torch lists the hooks of an optimizer, and those of all optimizers, nowhere else.
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -537,6 +555,7 @@ def _fill_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"] and group["fused"]:
             for parameter in group["params"]:
+                # A present buffer stays: the function is called again when groups change.
                 optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
@@ -586,7 +605,7 @@ def split_weight_decay_groups(
         if not matching & trained and rule not in ("bias", "norm", "embedding"):
             raise UserError(f"no_weight_decay: {rule!r} matches none of the optimizer's parameters.")
         chosen |= matching
-    count = len(groups)
+    count = len(groups)  # the loop appends groups, which it must not split again
     for index, group in enumerate(groups[:count]):
         exempt = [parameter for parameter in group["params"] if id(parameter) in chosen]
         if not group.get("weight_decay") or not exempt:
@@ -596,6 +615,7 @@ def split_weight_decay_groups(
             continue
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in chosen]
         optimizer.add_param_group({**group, "params": exempt, "weight_decay": 0.0, SPLIT_FROM: index})
+        # Schedulers took one value for each group when they were made, and would miss or mix those of the new group.
         for scheduler in _with_inner(schedule.scheduler for schedule in schedules):
             for name in _OF_GROUPS:
                 values = getattr(scheduler, name, None)
@@ -607,6 +627,7 @@ def _matching(task: nn.Module, rule: str) -> set[int]:
     if rule == "bias":
         return {id(p) for name, p in task.named_parameters() if name.rpartition(".")[2] == "bias"}
     if rule == "norm":
+        # By name too: models bring their own RMSNorm.
         layers = [m for m in task.modules() if isinstance(m, _NORMS) or type(m).__name__.endswith("Norm")]
     elif rule == "embedding":
         layers = [module for module in task.modules() if isinstance(module, nn.Embedding)]
@@ -619,4 +640,4 @@ def _with_inner(schedulers: Iterable[Any]) -> Iterator[Any]:
     """Yield schedulers and the schedulers inside them."""
     for scheduler in schedulers:
         yield scheduler
-        yield from _with_inner(getattr(scheduler, "_schedulers", ()))
+        yield from _with_inner(getattr(scheduler, "_schedulers", ()))  # of SequentialLR and ChainedScheduler
