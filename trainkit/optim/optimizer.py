@@ -480,8 +480,8 @@ def _check_fused_sgd(optimizer: Optimizer) -> None:
         fused = [group for group in member.param_groups if group.get("fused")]
         if isinstance(member, SGD) and any(map(_has_16_bits_on_cpu, fused)):
             raise UserError(
-                f"{type(member).__name__}(fused=True) has parameters of 16 bits on the CPU, of which torch's fused kernel "
-                "updates only a few elements (PyTorch's issue 191763); remove fused=True, or train in fp32."
+                f"{type(member).__name__}(fused=True) has parameters of 16 bits on the CPU, of which torch's fused "
+                "kernel updates only a few elements (PyTorch's issue 191763); remove fused=True, or train in fp32."
             )
 
 
