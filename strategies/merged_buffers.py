@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainkit.distributed.checksum import are_equal, summands
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError
-from trainkit.model.carried_state import is_counted, may_be_merged, named_buffers
+from trainkit.model.carried_state import changed_elements, is_counted, may_be_merged, named_buffers
 
 FIRST_STEPS = 2  # in which the buffers are found that depend on the samples of a replica
 
@@ -110,7 +110,7 @@ class MergedBuffers:
 def bounds(values: Tensor, last: Tensor) -> Tensor:
     """Return the changed values and their negatives, shape (2, ...), and elsewhere the lowest number."""
     values = _wide(values)
-    changed = values != _wide(last)
+    changed = changed_elements(values, _wide(last))
     lowest = torch.full_like(values, _lowest(values))
     return torch.stack([torch.where(changed, values, lowest), torch.where(changed, -values, lowest)])
 

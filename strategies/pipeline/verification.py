@@ -107,7 +107,9 @@ class StepRecord:
                 for start, part in _flat_parts(tensor):
                     phase = torch.arange(start, start + len(part), dtype=torch.float64, device=part.device)
                     projection += float(part @ phase.add_(1.0).mul_(0.73).cos_())
-                    square += float(part @ part)
+                    # Of the finite elements: with NaN for a size, no later value would be near enough.
+                    finite = part.where(part.isfinite(), 0.0)
+                    square += float(finite @ finite)
         return Checksum(projection, math.sqrt(square))
 
 

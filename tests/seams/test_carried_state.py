@@ -37,6 +37,19 @@ class BufferByRows(Layers):
         return nn.functional.mse_loss(self.c(torch.tanh(self.b(hidden))), targets)
 
 
+class BufferOfNaN(BufferByRows):
+    """The same with NaN in the rows that no step has written yet, and one row that none writes."""
+
+    def finish(self):
+        self.register_buffer("state", torch.full((BATCH_SIZE + 1, WIDTH), torch.nan, dtype=torch.float64))
+
+    def training_step(self, batch):
+        inputs, targets, lane = batch
+        hidden = torch.tanh(self.a(inputs) + 0.5 * self.state[lane].nan_to_num(0.0))
+        self.state[lane] = hidden.detach()
+        return nn.functional.mse_loss(self.c(torch.tanh(self.b(hidden))), targets)
+
+
 class AttributeOfTheBatch(Layers):
     """The same with an attribute that has the rows of the last micro-batch."""
 
@@ -86,6 +99,15 @@ def plain_loop(task):
 def test_a_buffer_by_rows_has_the_values_of_all_ranks(strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert difference(trained(strategy, BufferByRows(), data=lanes()), plain_loop(Layers())) < BOUND
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_rows_that_are_nan_until_they_are_written_have_the_values_of_all_ranks(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weights = trained(strategy, BufferOfNaN(), data=lanes())
+    written, unwritten = weights["state"].split(BATCH_SIZE)
+    assert unwritten.isnan().all()
+    assert difference({**weights, "state": written}, plain_loop(Layers())) < BOUND
 
 
 @pytest.mark.slow

@@ -96,7 +96,8 @@ def difference(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> floa
     """Return the largest difference of two states; infinity for other names or shapes."""
     if weights.keys() != reference.keys() or any(weights[name].shape != reference[name].shape for name in weights):
         return float("inf")
-    return max((weights[name].double() - reference[name].double()).abs().max().item() for name in weights)
+    largest = [(weights[name].double() - reference[name].double()).abs().max() for name in weights]
+    return torch.stack(largest).max().item()  # NaN for weights that are NaN, which Python's max may lose
 
 
 def assert_equal_or_refused(

@@ -72,12 +72,14 @@ class BufferWrites:
         for name, values in self._present().items():
             last = self._last.get(name)
             # A buffer that was added or has grown has no elements to compare.
-            if last is None or last.shape != values.shape or torch.equal(values, last):
+            if last is None or last.shape != values.shape:
                 continue
-            changed_elements = values != last
-            if name in self._changed and bool((changed_elements & self._changed[name]).any()):
+            changed = changed_elements(values, last)
+            if not changed.any():
+                continue
+            if name in self._changed and bool((changed & self._changed[name]).any()):
                 self.names[name] = None
-            self._changed[name] = changed_elements | self._changed.get(name, changed_elements)
+            self._changed[name] = changed | self._changed.get(name, changed)
             # Compared with the previous micro-batch, not with the start of the
             # step: what one changes counts for it alone.
             self._last[name] = values
@@ -134,6 +136,11 @@ def may_be_merged(owner: nn.Module, buffer: Tensor) -> bool:
     """Return True for buffers except those of torch's modules and of other normalisations, which are statistics."""
     is_statistic = _is_of(owner, "torch.") or "norm" in type(owner).__name__.lower()
     return not is_statistic and buffer.layout is torch.strided and not buffer.is_meta
+
+
+def changed_elements(values: Tensor, last: Tensor) -> Tensor:
+    """Return where two tensors of one shape differ; NaN that was there, as in unwritten rows, has not changed."""
+    return (values != last) & ~(values.isnan() & last.isnan())
 
 
 def is_counted(buffer: Tensor) -> bool:
