@@ -126,6 +126,7 @@ def test_every_kind_of_altered_value_is_refused_by_name_or_the_run_goes_on(conte
 SILENT = {
     ("optimizer", "state", 2): DELETED,
     ("optimizer", "state", 2, "exp_avg"): DELETED,
+    ("optimizer", "state", 0, "exp_avg"): torch.zeros(1),
     ("optimizer", "param_groups", 0, "lr"): DELETED,
     ("optimizer", "param_groups", 0, "maximize"): True,
     ("optimizer", "param_groups", 0, "weight_decay"): -1.0,

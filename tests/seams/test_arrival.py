@@ -5,6 +5,7 @@ import threading
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -245,6 +246,8 @@ def test_a_copy_has_the_storages_objects_and_strides_of_the_task():
     task.wide = torch.ones(1, 4).expand(3, 4)
     task.image = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
     task.sparse = torch.eye(3).to_sparse()
+    array = np.zeros(4)  # two storages of one memory
+    task.array, task.same_array = torch.from_numpy(array), torch.from_numpy(array)
     task.complex = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     task.lazy = nn.LazyLinear(2)
     task.optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
@@ -259,6 +262,7 @@ def test_a_copy_has_the_storages_objects_and_strides_of_the_task():
         assert new.weights[0] is new.a.weight is new.optimizer.param_groups[0]["params"][1]
         assert new.differentiable._base is new.a.weight
         assert new.wide.stride() == (0, 1) and new.image.weight.stride() == task.image.weight.stride()
+        assert new.array.data_ptr() == new.same_array.data_ptr() != task.array.data_ptr()
         assert new.sparse.is_sparse and new.complex.dtype == torch.complex64
         assert nn.parameter.is_lazy(new.lazy.weight)
         assert new.parent() is new.a and new.a.parent() is new
