@@ -62,11 +62,11 @@ METADATA = frozenset((
     "__array_priority__", "__dlpack_device__", "is_set_to",
 ))
 # fmt: on
-"""Calls about a tensor, not about its elements: placeholders answer them too."""
+"""Calls about a tensor, not about its elements, which are not nodes: placeholders answer them too."""
 
 
 FREEZING = frozenset(("requires_grad_", "requires_grad="))
-"""Calls that every stage makes for parameters."""
+"""Calls that every stage makes for parameters, and that are not nodes."""
 
 
 class TraceMismatchError(UserError):
@@ -94,15 +94,16 @@ class StageExecutor:
         device: torch.device,
         attributes: StageAttributes | None = None,
     ):
-        known: Shapes = [value.shape for value in graph.values]
+        traced_shapes: Shapes = [value.shape for value in graph.values]
         self.graph = graph
         self.stage_graphs = stage_graphs
-        self.shapes = {(stage_graph.index, traced): known for stage_graph in stage_graphs}
+        self.shapes = {(stage_graph.index, traced): traced_shapes for stage_graph in stage_graphs}
         """By stage and signature of a batch; the shapes of other batches are added when they come."""
         self.interceptor = ModuleInterceptor(task, graph.leaf_modules)
         self.device = device
         self.checkpoint_starts = _checkpoint_starts(graph.nodes)
         """For each node: true if a checkpoint begins with it that draws random numbers."""
+        # By place, not by tensor: the step may assign another tensor to a buffer.
         self._places = {name: place_of(task, name) for name in named_state(task)}
         self.shares_ranks = len({stage_graph.rank for stage_graph in stage_graphs}) < len(stage_graphs)
         """True if a rank has several stages."""
@@ -112,7 +113,7 @@ class StageExecutor:
             (
                 [node.index for node in graph.nodes if node.name == graph.nodes[first].name],  # calls of the module
                 place_of(task, name),
-                torch.zeros((), dtype=dtype, device=device).expand(shape),
+                torch.zeros((), dtype=dtype, device=device).expand(shape),  # one element in memory
             )
             for name, (first, shape, dtype) in graph.left_in.items()
         ]
@@ -147,23 +148,27 @@ class StageExecutor:
             _add_unknown(shapes, {value: tuple(tensor.shape) for value, tensor in received.items()})
             return None, dict(received)
         interpreter = _StageInterpreter(self, stage_graph, received, shapes, seed)
+        # Every stage runs the step's own code from its beginning, and its draws must be the same in each of them.
         seed_python(seed)
         checked = _checked_metrics(self._metrics, interpreter) if stage_graph.is_last else nullcontext()
-        own = self._attributes.of_stage(stage_graph.index) if self._attributes is not None else nullcontext()
+        attributes = self._attributes.of_stage(stage_graph.index) if self._attributes is not None else nullcontext()
         saved = _saved_before_writes(self._written) if self._written else nullcontext()
-        left = self._left_by_others(interpreter.executes)
-        with saved, self.interceptor.handled_by(interpreter), checked, own, left, interpreter:
-            before = [(table, key, table.get(key)) for table, key in self._reset]
+        placeholders = self._left_by_others(interpreter.executes)
+        # The interpreter is innermost, since only the current function mode can be left for a leaf module.
+        with saved, self.interceptor.handled_by(interpreter), checked, attributes, placeholders, interpreter:
+            reset_values = [(table, key, table.get(key)) for table, key in self._reset]
             try:
                 with same_hooks(self._temporarily_hooked):  # which the step cannot remove where it ends early
                     returned = step(batch)
             except _StageFinished:
                 returned = None
-                for table, key, value in before:
+                # What the step itself restores at its end, which this stage does not reach.
+                for table, key, value in reset_values:
                     table[key] = value
                 for parameter, requires_grad in interpreter.requires_grad.items():
                     parameter.requires_grad_(requires_grad)
             except Exception as error:
+                # Of an error inside a call that this stage executes, placeholders are not the cause.
                 if len(self.stage_graphs) > 1 and not isinstance(error, UserError) and not _is_of_a_call(error):
                     add_note(error, _OF_PLACEHOLDERS)
                 raise
@@ -191,10 +196,10 @@ class StageExecutor:
         try:
             yield
         finally:
-            for table, before, key, placeholder in filled:
-                if table.get(key) is placeholder:
+            for table, former_item, key, placeholder in filled:
+                if table.get(key) is placeholder:  # else the step has assigned something of its own
                     del table[key]
-                    table.update(before)
+                    table.update(former_item)
 
     def as_one_stage(self, task: nn.Module, *, rank: int) -> StageExecutor:
         """Return the executor of the whole step as one stage, on `rank`."""
@@ -214,10 +219,12 @@ class StageExecutor:
         """Return True for a tensor that a later micro-batch may write to: one written before, or state of the task."""
         if tensor.is_inference() or tensor._version:  # tensors of inference mode count no writes
             return True
+        # State that only a later micro-batch writes to has version 0 until then.
         return bool(self._written) and _memory(tensor) in _memories(self._written)
 
     def placeholder(self, value: int, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor with the shape and dtype of a value, but only one element in memory."""
+        # Kept: each skipped call of every micro-batch needs one.
         key = (value, shape)
         if key not in self._placeholders:
             dtype = self.graph.values[value].dtype
@@ -226,15 +233,16 @@ class StageExecutor:
 
     def seed(self, seed: int, node: Node) -> None:
         """Seed torch's generators for one node of one micro-batch."""
-        mixed = _mixed(seed, node)
-        torch.default_generator.manual_seed(mixed)
+        node_seed = _mixed(seed, node)
+        # Not `torch.manual_seed`, which seeds all devices: only the generators of this rank's are restored.
+        torch.default_generator.manual_seed(node_seed)
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(mixed)
+            torch.cuda.manual_seed(node_seed)
 
 
-def _add_unknown(shapes: Shapes, found: Mapping[int, tuple[int, ...]]) -> None:
-    for value, shape in found.items():
-        if shapes[value] is None:
+def _add_unknown(shapes: Shapes, new_shapes: Mapping[int, tuple[int, ...]]) -> None:
+    for value, shape in new_shapes.items():
+        if shapes[value] is None:  # a known one stays: stages must agree on the sizes of messages
             shapes[value] = shape
 
 
@@ -256,11 +264,14 @@ _OF_PLACEHOLDERS = (
 
 def _is_of_a_call(error: Exception) -> bool:
     """Return True if a call that a stage executes has raised the error."""
+    # The traceback has the frame also where the user's code catches the error and raises it again.
     execute = _StageInterpreter._execute.__code__
     return any(frame.f_code is execute for frame, _ in walk_tb(error.__traceback__))
 
 
 def _mixed(seed: int, node: Node) -> int:
+    # Large odd factors (of the golden ratio and of splitmix64) keep apart the seeds of near micro-batches and nodes.
+    # Any others would do, but a change of them changes every run. `manual_seed` takes at most 64 bits.
     return (seed * 0x9E3779B97F4A7C15 + node.key * 0xBF58476D1CE4E5B9) % 2**63
 
 
@@ -281,6 +292,7 @@ def _is_saved_before_write(graph: TracedGraph, task: nn.Module, name: str) -> bo
     """
     if any(name in node.saved and name not in node.written_buffers for node in graph.nodes):
         return True
+    # Private: torch has no public base class of all batch and instance normalizations.
     return not isinstance(task.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._NormBase)
 
 
@@ -304,6 +316,7 @@ def _memories(places: Sequence[tuple[Table, str]]) -> set[int | None]:
 
 def _memory(tensor: Tensor) -> int | None:
     """Return the identity of a tensor's memory; `None` for a sparse one, which has several."""
+    # Private: the public `data_ptr()` is 0 for every tensor that is empty or on the meta device.
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
@@ -320,6 +333,7 @@ class ModuleInterceptor:
 
     def __init__(self, task: nn.Module, names: Iterable[str]):
         self.modules = {name: task.get_submodule(name) for name in names}
+        # By identity, as a module may define its own equality; `modules` keeps them alive, so no id is used twice.
         self._names = {id(module): name for name, module in self.modules.items()}
         self._classes: dict[type, type] = {}
         self._handler: TracingMode | None = None
@@ -328,12 +342,14 @@ class ModuleInterceptor:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Install the intercepting classes and calls in the block."""
+        # All classes are read before the first is swapped, as one module may have two of the names.
         originals = [(module, type(module)) for module in self.modules.values()]
         with ExitStack() as stack:
             for owner, name, replacement in self._opaque_calls():
                 stack.enter_context(_replaced(owner, name, replacement))
             try:
                 for module, original in originals:
+                    # Past the `__setattr__` of the user's class, and past the watch of a trace on assignments.
                     object.__setattr__(module, "__class__", self._intercepting(original))
                 yield
             finally:
@@ -344,6 +360,7 @@ class ModuleInterceptor:
     def handled_by(self, handler: TracingMode | None) -> Iterator[None]:
         """Pass calls to `handler` in the block, and run compiled functions eagerly; with `None` all run as usual."""
         outer, self._handler = self._handler, handler
+        # Other threads, such as autograd's, may call modules too: these calls are not the step's.
         self._thread = get_ident()
         mode = handler or outer
         try:
@@ -363,13 +380,15 @@ class ModuleInterceptor:
             return call(*args, **kwargs) if handler is None else handler.opaque_call(name, call, args, kwargs)
 
         def apply(function: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
+            # What `Function.apply` would reach: the method of the C class, which makes the node of autograd.
             outer: Any = super(_SingleLevelFunction, function)
             return intercepted(f"{function.__name__}.apply", outer.apply, *args, **kwargs)
 
         def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
             return intercepted(function.name, partial(run_script, function), *args, **kwargs)
 
-        run_script = torch._C.ScriptFunction.__call__
+        run_script = torch._C.ScriptFunction.__call__  # read here, before it is replaced
+        # Private: `Function.apply` looks its own `apply` up there, and users may have bound `Function.apply` already.
         yield _SingleLevelFunction, "apply", classmethod(apply)
         yield torch._C.ScriptFunction, "__call__", call_script
         for owner, name in _TRANSFORMS:
@@ -388,16 +407,19 @@ class ModuleInterceptor:
                     return original_call(module, *args, **kwargs)
                 return handler.module_call(name, original_call.__get__(module), args, kwargs)
 
+            # The names stay those of the user's class, as messages, `repr` and pickles show them.
             namespace = {
                 "__call__": intercepted_call,
                 "__module__": original.__module__,
                 "__qualname__": original.__qualname__,
                 "__doc__": original.__doc__,
             }
+            # Made by the class's own metaclass, and once: torch and users may keep data by class.
             self._classes[original] = type(original)(original.__name__, (original,), namespace)
         return self._classes[original]
 
 
+# Private: where the public transforms look up what they call. Users hold the public ones, which cannot be replaced.
 _TRANSFORMS = (
     (function_transforms, "vmap_impl"),
     (eager_transforms, "grad_impl"),
@@ -407,6 +429,7 @@ _TRANSFORMS = (
 
 def _without_saved_tensors_hooks(transform: Call, *args: Any, **kwargs: Any) -> Any:
     """Call a transform of torch.func, which does not run under hooks on saved tensors."""
+    # Private: the public contexts can add hooks or forbid them, but not lift those of an outer block.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return transform(*args, **kwargs)
@@ -419,7 +442,7 @@ def _without_saved_tensors_hooks(transform: Call, *args: Any, **kwargs: Any) -> 
 
 def _compiling(enabled: bool) -> AbstractContextManager[Any]:
     """Return a context in which functions of torch.compile run as compiled or not: their calls can be nodes then."""
-    if "torch._dynamo" not in sys.modules:
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and `set_stance` would import it for seconds
         return nullcontext()
     context: AbstractContextManager[Any] = torch.compiler.set_stance("default" if enabled else "force_eager")
     return context
@@ -428,6 +451,7 @@ def _compiling(enabled: bool) -> AbstractContextManager[Any]:
 @contextmanager
 def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Replace an attribute of a module or class of torch in the block."""
+    # Of the owner alone: an inherited attribute that is put back as its own would hide later changes of the base.
     inherited = name not in vars(owner)
     original = vars(owner).get(name)
     setattr(owner, name, replacement)
@@ -440,6 +464,7 @@ def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
+# Private: torch has no public way to read or to remove the hooks that others have registered.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -447,12 +472,12 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 def same_hooks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the forward hooks of the modules at the end of the block."""
     tables = [getattr(module, name) for module in modules for name in _HOOKS]
-    before = [dict(table) for table in tables]
+    saved_tables = [dict(table) for table in tables]
     try:
         yield
     finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.clear()
+        for table, hooks in zip(tables, saved_tables, strict=True):
+            table.clear()  # in place, as the handles of hooks refer to the table
             table.update(hooks)
 
 
@@ -485,6 +510,7 @@ class TracingMode(TorchFunctionMode):
         if name in METADATA:
             return func(*args, **(kwargs or {}))
         if name in FREEZING and isinstance(args[0], nn.Parameter):
+            # The first value counts: a step may freeze and unfreeze a parameter several times.
             self.requires_grad.setdefault(args[0], args[0].requires_grad)
             return func(*args, **(kwargs or {}))
         return self.torch_call(name, func, args, kwargs or {})
@@ -505,7 +531,7 @@ class TracingMode(TorchFunctionMode):
 def function_name(function: Any) -> str:
     """Return the short name of a torch function, method or property."""
     name: str = getattr(function, "__name__", "") or type(function).__name__
-    if name == "__get__":
+    if name == "__get__":  # a property such as `tensor.T`: its descriptor has the name
         return str(function.__self__.__name__)
     if name == "__set__":
         return f"{function.__self__.__name__}="
@@ -537,15 +563,16 @@ class _StageInterpreter(TracingMode):
         graph = executor.graph
         self.meets_compiled = graph.calls_compiled
         if graph.numbers is not None:
-            known = received.get(graph.numbers)
-            self.numbers = [0] * graph.values[graph.numbers].shape[0] if known is None else known.tolist()
+            codes = received.get(graph.numbers)
+            # Waits for the device: the step's own code computes with these numbers.
+            self.numbers = [0] * graph.values[graph.numbers].shape[0] if codes is None else codes.tolist()
         self._executor = executor
         self._nodes = graph.nodes
         self._starts = executor.checkpoint_starts
         self._stage_graph = stage_graph
         self._shapes = shapes
         self._seed = seed
-        self._inside = False
+        self._inside = False  # of a call, whose own torch calls are not nodes
         self._seed_checkpoint(0)
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -576,6 +603,7 @@ class _StageInterpreter(TracingMode):
         outer, self._inside = self._inside, True
         try:
             with self._executor.interceptor.handled_by(None):
+                # Private: torch calls them only within a call of the module. A list, as a hook may remove itself.
                 for key, hook in list(module._forward_pre_hooks.items()):
                     with_kwargs = (kwargs,) if key in module._forward_pre_hooks_with_kwargs else ()
                     hook(module, args, *with_kwargs)
@@ -594,6 +622,7 @@ class _StageInterpreter(TracingMode):
                 result = call(*args, **kwargs)
                 if not tensors(result):
                     return result  # such as `torch.is_grad_enabled()`: not a node
+            # After the stage any call ends the step, also one that was not traced: the stage that makes it raises.
             self._stop_behind_the_stage()
             raise self._mismatch(f"called `{name}`")
         self._stop_behind_the_stage()
@@ -617,8 +646,7 @@ class _StageInterpreter(TracingMode):
     def _stop_behind_the_stage(self) -> None:
         """End the step at the call that follows the stage's last node.
 
-        Not at once behind the node: code of torch and of the user around it must complete, such as hooks, checkpoints
-        and contexts.
+        Not at once after the node: hooks, checkpoints and context managers around it must still complete.
         """
         if self.position == self._stage_graph.stop and not self._stage_graph.is_last:
             raise _StageFinished
@@ -637,6 +665,7 @@ class _StageInterpreter(TracingMode):
             self._executor.seed(self._seed, self._nodes[start])
 
     def _execute(self, node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # By the node, not in sequence: skipped calls draw nothing, so the generators of stages are at different points.
         if node.is_random and node.checkpoint is None:
             self._executor.seed(self._seed, node)
         if node.index in self._stage_graph.given:
@@ -647,7 +676,7 @@ class _StageInterpreter(TracingMode):
         else:
             result = call(*args, **kwargs)
         if node.name == "__iter__":
-            result = list(result)
+            result = list(result)  # what follows reads the tensors, and would use the iterator up
         if node.has_plain:
             self._record_numbers(node, result)
         if self._executor.recorder is not None:
@@ -656,9 +685,10 @@ class _StageInterpreter(TracingMode):
             self._record_values(node, [result] if isinstance(result, Tensor) else tensors(result))
         return iter(result) if node.name == "__iter__" else result
 
-    def _check_given(self, node: Node, given: list[Tensor]) -> None:
+    def _check_given(self, node: Node, arguments: list[Tensor]) -> None:
         """Raise TraceMismatchError unless the arguments of the call include what this stage received for it."""
-        identities = {id(tensor) for tensor in given}
+        # By identity: a tensor of another micro-batch may be equal in all else. `arguments` keeps the ids valid.
+        identities = {id(tensor) for tensor in arguments}
         for value in self._stage_graph.given[node.index]:
             if id(self.values[value]) not in identities:
                 maker = next((n for n in self._nodes if any(out.value == value for out in n.outputs)), "the batch")
@@ -706,9 +736,9 @@ class _StageInterpreter(TracingMode):
 
     def _look_up(self, leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
-            found = self.values.get(leaf.value)
-            if found is not None:
-                return found
+            tensor = self.values.get(leaf.value)
+            if tensor is not None:
+                return tensor
             shape = self._shapes[leaf.value]
             assert shape is not None, f"the shape of value {leaf.value} was not sent"
             outer, self._inside = self._inside, True  # the calls that make a placeholder are not nodes
@@ -720,6 +750,7 @@ class _StageInterpreter(TracingMode):
             return decoded(leaf, self.numbers)
         if isinstance(leaf, ParameterRef):
             return self._executor.tensor(leaf.name)
+        # A `Constant` is an object that only the stage of its call has: nothing stands for it elsewhere.
         return None if isinstance(leaf, Constant) else leaf
 
     def _mismatch(self, done: str) -> TraceMismatchError:
@@ -737,13 +768,14 @@ def _checked_metrics(metrics: Sequence[nn.Module], interpreter: _StageInterprete
 
     The results of the others are placeholders here, and would be counted.
     """
-    before = [(metric, vars(metric).get("update")) for metric in metrics]
+    # In the instance, as torchmetrics does: a class may have other metrics, which are not checked.
+    instance_updates = [(metric, vars(metric).get("update")) for metric in metrics]
     for metric in metrics:
         vars(metric)["update"] = _checked_update(metric, interpreter)
     try:
         yield
     finally:
-        for metric, update in before:
+        for metric, update in instance_updates:
             if update is None:
                 del vars(metric)["update"]
             else:

@@ -35,6 +35,7 @@ MEMORY_SHARE = 0.125
 """Largest share of the free memory that the parameters may take in a step that is verified by default."""
 _SHARE_OF_TOTAL = 0.01
 """Gradients may differ by rounding of this share of their norm over all parameters, for those that cancel out."""
+# Elements that are read at once: their copies in double precision take 8 MiB each, of tensors of any size.
 _CHUNK = 1 << 20
 
 
@@ -50,8 +51,10 @@ class Checksum(NamedTuple):
 
     def differs(self, expected: Checksum, tolerance: float) -> bool:
         """Return True if the projections differ by more than a share of the expected size."""
+        # A step that is infinite or NaN in one process too is no error of the pipeline.
         if not math.isfinite(expected.projection):
             return math.isfinite(self.projection)
+        # `not <=`, as every comparison with NaN is false, and NaN where a number is expected must differ.
         return not abs(self.projection - expected.projection) <= tolerance * expected.size
 
 
@@ -82,6 +85,7 @@ class StepRecord:
         if values & self._uninitialized:
             return
         made = self._checksum(tensors(result))
+        # The largest argument, since a result may be near zero where large numbers cancel out.
         given_size = max((self._checksum([tensor]).size for tensor in tensors(given)), default=0.0)
         self.values[seed, node.index] = Checksum(made.projection, made.size + given_size)
 
@@ -94,17 +98,21 @@ class StepRecord:
         """Record state of the task by name: its tensors and numbers."""
         for name in names:
             table, key = place_of(task, name)
+            # `get`: an attribute may be missing, as a step may delete it.
             leaves = tree_leaves(table.get(key))
             numbers = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, (Tensor, int, float))]
             self.state[name] = self._checksum(numbers)
 
-    def _checksum(self, found: Sequence[Tensor]) -> Checksum:
+    def _checksum(self, measured: Sequence[Tensor]) -> Checksum:
         projection = square = 0.0
+        # Function modes and tensor subclasses of the user must not see these operations, some of them within a step.
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            for tensor in found:
+            for tensor in measured:
                 if tensor.is_floating_point():
                     self.precision = max(self.precision, torch.finfo(tensor.dtype).eps)
                 for start, part in _flat_parts(tensor):
+                    # Weights that differ from element to element: a sum alone would miss two swapped elements. Any
+                    # other frequency would do. In float64, or rounding of the sum would hide small errors.
                     phase = torch.arange(start, start + len(part), dtype=torch.float64, device=part.device)
                     projection += float(part @ phase.add_(1.0).mul_(0.73).cos_())
                     # Of the finite elements: with NaN for a size, no later value would be near enough.
@@ -117,6 +125,7 @@ def _flat_parts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     tensor = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.dequantize()
+    # Read only, so that a copy which `reshape` may make is harmless.
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     for start in range(0, len(flat), _CHUNK):
         yield start, flat[start : start + _CHUNK].double()
@@ -140,13 +149,15 @@ class Verification:
     ) -> None:
         """Call `run` with an executor of the whole step, on the first stage alone. Collective."""
         task, is_first = self._task, self._mesh.stage == 0
+        # Preserved first and restored last: `whole_on_first` assigns attributes of other stages for good.
         with preserve_task(task) if is_first else nullcontext(), state.whole_on_first(task, self._executor.device):
-            if not is_first:
+            if not is_first:  # only here: every stage takes part in gathering and returning the state
                 return
-            whole = self._executor.as_one_stage(task, rank=0)
+            whole_executor = self._executor.as_one_stage(task, rank=0)
             with detach_metrics(metrics_in(task)), gradients.detached(), _without_gradients(task):
-                with _recorded(whole, self._expected):
-                    run(whole)
+                with _recorded(whole_executor, self._expected):
+                    run(whole_executor)
+                # Before the contexts end, which drop these gradients and restore the state.
                 self._expected.add_gradients(self._trained)
                 self._expected.add_state(task, sorted(self._changed))
 
@@ -160,14 +171,16 @@ class Verification:
         Collective over all ranks, before the optimizer's step.
         """
         stage = self._mesh.stage
-        self._found.add_gradients({k: each for k, each in self._trained.items() if placement.is_held(k, stage)})
+        self._found.add_gradients({k: weight for k, weight in self._trained.items() if placement.is_held(k, stage)})
+        # Of one stage each: stages that hold a copy which does not count may have another value.
         counted = (k for k in sorted(self._changed) if k in placement.holders and placement.counted(k, stage))
         self._found.add_state(self._task, counted)
         of_ranks = comm.all_gather_object((name, self._found, self._expected))
         records = [of_ranks[rank] for ranks in self._mesh.grid for rank in ranks]
-        found = [(rank, record) for rank, record, _ in records]
+        rank_records = [(rank, record) for rank, record, _ in records]
         expected = [record for _, _, record in records[:: self._mesh.stages]]  # those of the first stages
-        check_equal(self._executor.graph, found, expected, step=self._step)
+        # Every rank compares all records, so that all raise the same error and none waits for another.
+        check_equal(self._executor.graph, rank_records, expected, step=self._step)
 
 
 @contextmanager
@@ -181,13 +194,13 @@ def _recorded(executor: StageExecutor, record: StepRecord) -> Iterator[None]:
 
 @contextmanager
 def _without_gradients(task: nn.Module) -> Iterator[None]:
-    before = [(parameter, parameter.grad) for parameter in task.parameters()]
-    for parameter, _ in before:
+    saved_gradients = [(parameter, parameter.grad) for parameter in task.parameters()]
+    for parameter, _ in saved_gradients:
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in before:
+        for parameter, gradient in saved_gradients:
             parameter.grad = gradient
 
 
@@ -203,16 +216,19 @@ def check_equal(
         step: Number of the step.
 
     """
+    # Half of the digits of the least precise type: orders of summation differ in fewer, and errors in more.
     tolerance = math.sqrt(max((record.precision for record in expected), default=0.0))
     per_replica = len(found) // len(expected)
     for replica, record in enumerate(expected):
         ranks = found[replica * per_replica : (replica + 1) * per_replica]
         seeds = list(dict.fromkeys(seed for seed, _ in record.values))
         for (seed, index), value in record.values.items():
-            for rank, own in ranks:
-                if own.values.get((seed, index), value).differs(value, tolerance):
+            for rank, rank_record in ranks:
+                # A rank without the value has nothing to differ in: another stage has made it.
+                if rank_record.values.get((seed, index), value).differs(value, tolerance):
                     what = f"{graph.nodes[index]} made other values for micro-batch {seeds.index(seed)}"
                     raise _error(what, rank, step=step)
+    # Of all replicas: the pipeline's gradients are reduced over them already, those of one process are not.
     total = math.hypot(*(value.size for record in expected for value in record.gradients.values()))
     users = graph.parameter_users
     names = {name for record in expected for name in record.gradients}
@@ -220,14 +236,14 @@ def check_equal(
         sums = [record.gradients[name] for record in expected]
         size = sum(value.size for value in sums) + _SHARE_OF_TOTAL * total
         value = Checksum(sum(value.projection for value in sums), size)
-        for rank, own in found:
-            if own.gradients.get(name, value).differs(value, tolerance):
+        for rank, rank_record in found:
+            if rank_record.gradients.get(name, value).differs(value, tolerance):
                 node = f", used by {graph.nodes[max(users[name])]}," if name in users else ""
                 raise _error(f"'{name}'{node} has another gradient", rank, step=step)
     for replica, record in enumerate(expected):
-        for rank, own in found[replica * per_replica : (replica + 1) * per_replica]:
+        for rank, rank_record in found[replica * per_replica : (replica + 1) * per_replica]:
             for name, value in record.state.items():
-                if own.state.get(name, value).differs(value, tolerance):
+                if rank_record.state.get(name, value).differs(value, tolerance):
                     raise _error(f"the step left another '{name}' behind", rank, step=step)
 
 
@@ -246,7 +262,7 @@ def fits_in_memory(task: nn.Module, device: torch.device) -> bool:
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
-        free = 1 << 33
+        free = 1 << 33  # 8 GiB, an assumption: the system does not tell
     return needed <= MEMORY_SHARE * free
 
 
@@ -265,6 +281,7 @@ class FirstStepCheck:
         self._expected = expected
         self._snapshot = AttributeSnapshot(task, ignored)
         self._held = {name: tensor for name, tensor in held.items() if name not in expected}
+        # Contents, not version counters, which miss what is written through `.data` or a numpy array.
         self._contents = {name: _fingerprint(tensor) for name, tensor in self._held.items()}
 
     def finish(self) -> None:
@@ -282,8 +299,9 @@ class FirstStepCheck:
 
 
 def _fingerprint(tensor: Tensor) -> int:
-    """Return a checksum of the contents."""
+    """Return a checksum of the contents, which are copied to the host part by part."""
     value = 0
     for part in dense_parts(tensor.detach()):
+        # As bytes: numpy lacks some types, such as bfloat16, and NaN is the same as itself.
         value = zlib.crc32(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, value)
     return value
