@@ -154,6 +154,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         the device or the precision does not support, and a `reduce_dtype` that gradients have already.
         """
         device_type = super().validate(task, precision)
+        # Without that method gradients are reduced by operations that gloo does not have.
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise UserError(
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
@@ -181,8 +182,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"strategy.units={self.units} and min_unit_mb={self.min_unit_mb:g}. Set strategy.prefetch=null, or "
                 "name units, such as strategy.units=[blocks.*]."
             )
-        own = {precision.batch_type or parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
-        if own == {REDUCE_DTYPES[self.reduce_dtype]}:
+        dtypes = {precision.batch_type or parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
+        if dtypes == {REDUCE_DTYPES[self.reduce_dtype]}:
             raise UserError(
                 f"strategy.reduce_dtype={self.reduce_dtype} does nothing: the gradients of {type(task).__name__} are "
                 f"{self.reduce_dtype} already. Set strategy.reduce_dtype=null."
@@ -214,7 +215,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         Of a task that was built in `deferred_init` each rank makes its shards: it is never whole anywhere.
         """
         _check_shardable(task)
-        super().prepare(task)
+        super().prepare(task)  # broadcasts, which must precede the shards: these differ from rank to rank
         units = choose_units(task, self.units, min_bytes=self.min_unit_mb * MIB)
         if self.comm.is_main:
             plan = describe_units(
@@ -232,13 +233,15 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         mesh = make_mesh(
             self.comm.group, self.device.type, replicate=self.replicate, timeout_seconds=self.ranks.timeout_seconds
         )
+        # Rank 0's, as each rank has recorded the random numbers of its own constructor.
         records = self.comm.broadcast_object(self._records) if self._records else {}
         order = None
         if self.comm.num_processes > 1:
             order = UnitOrder([unit.name for unit in units], self.comm, self._max_over_ranks)
             if self._watchdog is not None:
-                place = order.place  # also for messages about ranks that wait
-                self._watchdog.describe = lambda frames: ", ".join(filter(None, (phase_in(frames), place())))
+                position = order.place  # also for messages about ranks that wait
+                # Called in the watchdog's thread, which answers while this one waits in a collective.
+                self._watchdog.describe = lambda frames: ", ".join(filter(None, (phase_in(frames), position())))
         self._sharded = ShardedTask(
             task,
             units,
@@ -259,13 +262,15 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._records = records_of(task)
         self.precision.prepare(task)
         moved = partial(_moved, device=self.device)
+        # Private: `task.to(device)` refuses meta tensors, and torch has no public call with a function for each tensor.
         task._apply(moved)  # type: ignore[no-untyped-call] # torch does not annotate it
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Let the optimizer update this rank's shards; collective."""
         optimizer = phase_optimizer.optimizer
-        muons = {number: one for number, one in enumerate(members(optimizer)) if type(one) is MUON}
-        others = [one for number, one in enumerate(members(optimizer)) if number not in muons]
+        # By exact type: a subclass may use matrices otherwise.
+        muons = {number: member for number, member in enumerate(members(optimizer)) if type(member) is MUON}
+        others = [member for number, member in enumerate(members(optimizer)) if number not in muons]
         check_elementwise(others, "strategy=fsdp", "Muon, or set strategy=ddp")
         if muons and self.offload is not None:
             raise UserError(
@@ -273,9 +278,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "strategy.offload=null, or use AdamW."
             )
         self._check_step_hooks(phase_optimizer)
-        known = {id(parameter) for parameter in task.parameters()}
+        # By id: equality of tensors is by elements.
+        task_ids = {id(parameter) for parameter in task.parameters()}
         for group in optimizer.param_groups:
-            if any(id(parameter) not in known for parameter in group["params"]):
+            if any(id(parameter) not in task_ids for parameter in group["params"]):
                 raise UserError(
                     f"the optimizer of {type(task).__name__} has parameters that are not the task's, which "
                     "strategy=fsdp cannot shard; pass self.parameters()."
@@ -291,6 +297,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             groups = [group for group in optimizer.param_groups if group.get("optimizer", 0) in muons]
             matrices = [by_local[id(parameter)] for group in groups for parameter in group["params"]]
             self._muons[phase_optimizer.phase] = ShardedMuon(muons.values(), matrices, self._task, self.comm)
+        # An overflow in one rank's shards must skip the step on all of them.
         phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
@@ -320,6 +327,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def teardown(self) -> None:
         """Leave the task whole if this process is the caller's, and leave the group; may be called twice."""
+        # To make the task whole is collective: after an error the other ranks may not come, and this one would wait.
         failing = sys.exc_info()[1]
         if self._environment is None and (failing is None or self.comm.num_processes == 1):
             self._make_whole()
@@ -332,6 +340,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Train only the phase's parameters in the next `forward_backward`, by the task's method `step_name`."""
         chosen = {id(parameter) for parameter in phase_optimizer.parameters}
         for parameter in self._all_trained:
+            # The task has the sharded parameter, and the optimizer that of this rank's elements.
             parameter.requires_grad_(id(self._locals.get(id(parameter), parameter)) in chosen)
         self._trained = [parameter for parameter in self._all_trained if parameter.requires_grad]
         self._step_name = step_name
@@ -350,7 +359,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         with self.comm.waiting(where), sharded.explained(self._step_name):
             rounds, reduced = self._num_rounds(batch), [parameter.grad for parameter in sharded.replicated]
             for parameter in sharded.replicated:
-                parameter.grad = None
+                parameter.grad = None  # summed over ranks already: summed again it would count several times
             for index in range(rounds):
                 sharded.sync_gradients(index == rounds - 1)
                 if index < len(batch.micro_batches):
@@ -365,7 +374,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     outputs.append(output)
                 else:
                     self._repeat_last_batch(task)
-                sharded.end_of_pass()
+                sharded.end_of_pass()  # of the backward; that of the forward is in `run`
             self._take_gradients(reduced)
             self._check_same_gradients()
         for shard, was_trained in zip(sharded.shards, trained, strict=True):
@@ -377,13 +386,14 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _num_rounds(self, batch: StepBatch) -> int:
         """Return the largest number of micro-batches of any rank; collective if they may differ."""
-        own = len(batch.micro_batches)
+        num_micro_batches = len(batch.micro_batches)
+        # What decides here is the same on all ranks, so all of them enter the collectives below or none.
         if batch.is_even and batch.num_samples % self.comm.world_size == 0:
-            return own
+            return num_micro_batches
         if self._last is None and self._may_lack_samples(batch):
             first = batch.micro_batches[0].batch if batch.micro_batches else None
             self._last = self._move(self._batch_of_any_rank(first))
-        return int(self._max_over_ranks([own])[0])
+        return int(self._max_over_ranks([num_micro_batches])[0])
 
     def _repeat_last_batch(self, task: TaskModule) -> None:
         """Run the units that other ranks run, without an effect on gradients, buffers, metrics or generators."""
@@ -399,18 +409,19 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
         Those of shards are summed already.
         """
-        for parameter, before in zip(self._task.replicated, reduced, strict=True):
+        for parameter, former_gradient in zip(self._task.replicated, reduced, strict=True):
             if parameter.grad is not None:
                 parameter.grad = self.comm.all_reduce(parameter.grad)
-                if before is not None:
-                    parameter.grad += before
+                if former_gradient is not None:
+                    parameter.grad += former_gradient
             else:
-                parameter.grad = before
+                parameter.grad = former_gradient
         self._task.reshard()
 
     def _check_same_gradients(self) -> None:
         """Raise UserError on all ranks unless all have gradients of the same parameters; collective."""
         present = [shard.local.grad is not None for shard in self._task.shards]
+        # The largest digest and, negated, the smallest in one message; the flags themselves only if they differ.
         digest = zlib.crc32(bytes(present))
         largest, smallest = self._max_over_ranks([digest, -digest])
         if largest != -smallest:
@@ -423,24 +434,25 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             )
 
     def _update(self, phase_optimizer: PhaseOptimizer, norm: Tensor | None) -> None:
-        self._check_step_hooks(phase_optimizer)
+        self._check_step_hooks(phase_optimizer)  # in every step, as the user may add hooks at any time
         super()._update(phase_optimizer, norm)
 
     def _check_step_hooks(self, phase_optimizer: PhaseOptimizer) -> None:
         """Raise UserError for a hook of the optimizer's steps that uses elements together that are on several ranks."""
         optimizer, phase = phase_optimizer.optimizer, phase_optimizer.phase
         optimizers = {optimizer, *members(optimizer)}
-        hooks = [hook for one in optimizers for hook in step_hooks(one)]
+        hooks = [hook for member in optimizers for hook in step_hooks(member)]
         hooks = [hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), ShardedMuon)]
-        hooks += [vars(one)["step"] for one in optimizers if "step" in vars(one)]  # set by the user, or a scheduler
-        if hooks == self._tried_hooks.get(phase, []):
+        # Set by the user, or a scheduler.
+        hooks += [vars(member)["step"] for member in optimizers if "step" in vars(member)]
+        if hooks == self._tried_hooks.get(phase, []):  # the trial takes several steps of copies
             return
         self._tried_hooks[phase] = hooks
         shards = {id(shard.local): shard.sharded for shard in self._task.shards}
         groups = [(group, group["params"]) for group in optimizer.param_groups]
         state = optimizer.state
         with self._task.plain():
-            optimizer.state = defaultdict(dict)
+            optimizer.state = defaultdict(dict)  # its tensors have the shapes of shards, those of the trial do not
             for group, parameters in groups:  # the task's, to which hooks may refer
                 group["params"] = [shards.get(id(parameter), parameter) for parameter in parameters]
             culprit = coupled_by(optimizer, of_elements=True)
@@ -454,6 +466,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             )
 
     def _max_over_ranks(self, values: list[int]) -> list[int]:
+        # In host memory where that is possible: `tolist` would wait for the device.
         on_host = self.comm.device.type == "cpu" or self.comm.asks_on_host
         tensor = torch.tensor(values, device="cpu" if on_host else self.device)
         return [int(v) for v in self.comm.reduce_in_place(tensor, "max", where="the comparison of steps").tolist()]
@@ -462,8 +475,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         # By the present `requires_grad`, which callbacks may change.
         held = [(shard.sharded, shard.local) for shard in self._task.shards]
         held += [(parameter, parameter) for parameter in self._task.replicated]
-        gradients = [local.grad for one, local in held if one.requires_grad and local.grad is not None]
+        gradients = [local.grad for weight, local in held if weight.requires_grad and local.grad is not None]
         if gradients:  # which are on two devices with `offload`
+            # Private: one kernel for all gradients. torch has no public call for that.
             torch._foreach_mul_(gradients, factor if self.offload is None else float(factor))
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
@@ -475,9 +489,10 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             if parameter.grad is not None
             and (self.comm.is_main if id(parameter) in replicated else self._task.is_first_replica)
         ]
-        own = total_norm(counted, self.device)
+        local_norm = total_norm(counted, self.device)
         dtype = norm_dtype(phase_optimizer.parameters)  # a rank may have no gradients
-        norm = self.comm.all_reduce(own.double().square()).sqrt().to(dtype)
+        # In float64: the square of a norm in float32 overflows above 2e19.
+        norm = self.comm.all_reduce(local_norm.double().square()).sqrt().to(dtype)
         return norm if self.offload is None else norm.cpu()  # or fused kernels on the CPU would read it too early
 
     @property
@@ -494,6 +509,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             micro_batch = next(batches, None)
             has_batch = micro_batch is not None
             lacks_any = not has_batch and last is None
+            # All ranks decide on the same two flags, so that each collective below has all of them.
             any_has, any_lacks = self._max_over_ranks([int(has_batch), int(lacks_any)])
             if not any_has:
                 return
@@ -504,7 +520,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 last = micro_batch.batch
                 yield micro_batch
                 continue
-            with _preserved(task):
+            with _preserved(task):  # the repeated batch counts in no metric
                 self._evaluate(step_name, last)
             if self.comm.should_stop_evaluation(False):
                 return
@@ -553,19 +569,20 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def optimizer_state_dict(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> dict[str, Any]:
         saved = self._state_in_shards(phase_optimizer)
 
-        def whole(place: str, shard: ParameterShard, local: Tensor) -> Tensor:
+        def gather(entry: str, shard: ParameterShard, local: Tensor) -> Tensor:
             full = self._task.full(shard, local)
+            # To the host at once, one tensor after the other: the whole state may not fit on the device.
             return full.cpu() if self.comm.is_main else local
 
-        return {**saved, "state": self._mapped_state(phase_optimizer, saved["state"], whole)}
+        return {**saved, "state": self._mapped_state(phase_optimizer, saved["state"], gather)}
 
     def load_optimizer_state_dict(
         self, task: TaskModule, phase_optimizer: PhaseOptimizer, saved: dict[str, Any]
     ) -> None:
         """Load the optimizer's full state, of which this rank reads its shards."""
 
-        def local(place: str, shard: ParameterShard, whole: Tensor | StoredTensor) -> Tensor:
-            return self._task.local_of(shard.sharded, whole)
+        def local(entry: str, shard: ParameterShard, saved_tensor: Tensor | StoredTensor) -> Tensor:
+            return self._task.local_of(shard.sharded, saved_tensor)
 
         state = self._mapped_state(phase_optimizer, saved["state"], local)
         super().load_optimizer_state_dict(task, phase_optimizer, {**saved, "state": state})
@@ -605,8 +622,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Return this rank's shards of the parameters and of the optimizers' state; collective."""
         parts: list[TensorShard] = []
 
-        def placeholder(prefix: str, place: str, shard: ParameterShard, local: Tensor) -> dict[str, Any]:
-            name = f"{prefix}{place}"
+        def placeholder(prefix: str, entry: str, shard: ParameterShard, local: Tensor) -> dict[str, Any]:
+            name = f"{prefix}{entry}"
+            # Replicas of the shards have the same elements, and one of them writes these.
             like = torch.empty(shard.sharded.shape, dtype=local.dtype, device="meta")
             if local.numel() and self._task.is_first_replica:
                 start = self._task.first_element(shard.sharded)
@@ -635,19 +653,20 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
         """Return the parameters that are not sharded, and the buffers that are made equal, by name."""
-        whole = {id(parameter) for parameter in self._task.replicated}
+        ids = {id(parameter) for parameter in self._task.replicated}
         tensors = super().replicated(task)
-        return {n: each for n, each in tensors.items() if not isinstance(each, nn.Parameter) or id(each) in whole}
+        return {n: tensor for n, tensor in tensors.items() if not isinstance(tensor, nn.Parameter) or id(tensor) in ids}
 
     def _make_whole(self) -> None:
         """Leave the whole task on every rank; collective."""
         if self._sharded is not None:
-            self.end_phases()
+            self.end_phases()  # first, as the whole parameters take over `requires_grad`
             self._sharded.make_whole()
             self._sharded, self._locals, self._muons = None, {}, {}
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    # Values of meta tensors are made later, by each rank those of its shards.
     return tensor if tensor.is_meta else tensor.to(device)
 
 
@@ -677,13 +696,13 @@ def _check_shardable(task: nn.Module) -> None:
 def _check_one_dtype(name: str, module: nn.Module, others: Sequence[nn.Module]) -> None:
     """Raise UserError if the trained parameters of a unit have several dtypes; `others` are the other units."""
     inside = {id(part) for other in others if other is not module for part in other.modules() if _is_in(other, module)}
-    found: dict[torch.dtype, str] = {}
+    names_by_dtype: dict[torch.dtype, str] = {}
     for path, part in module.named_modules():
         for key, parameter in part._parameters.items() if id(part) not in inside else ():
             if parameter is not None and parameter.requires_grad and has_rows(parameter):
-                found.setdefault(parameter.dtype, f"{path}.{key}".lstrip("."))
-    if len(found) > 1:
-        listed = ", ".join(f"{parameter} is {dtype}" for dtype, parameter in found.items())
+                names_by_dtype.setdefault(parameter.dtype, f"{path}.{key}".lstrip("."))
+    if len(names_by_dtype) > 1:
+        listed = ", ".join(f"{parameter} is {dtype}" for dtype, parameter in names_by_dtype.items())
         raise UserError(
             f"strategy=fsdp gathers the parameters of a unit together, and the unit {name} has several dtypes: "
             f"{listed}. Set trainer.precision, name the modules of one dtype in strategy.units, or set strategy=ddp."
@@ -697,6 +716,7 @@ def _is_in(inner: nn.Module, outer: nn.Module) -> bool:
 @contextmanager
 def _preserved(task: nn.Module) -> Iterator[None]:
     """Restore buffers, metrics, random generators and numbers in attributes of modules at the end."""
+    # Counters such as `num_calls`: a step without samples must not be counted.
     numbers = [
         (vars(module), {name: value for name, value in vars(module).items() if isinstance(value, (int, float))})
         for module in task.modules()
@@ -711,8 +731,9 @@ def _preserved(task: nn.Module) -> Iterator[None]:
     with preserve_rng():
         yield
     restore(metrics)
-    for attributes, before in numbers:
-        attributes.update(before)
+    for attributes, values in numbers:
+        attributes.update(values)
     with torch.no_grad():
         for table, name, buffer, content in buffers:
+            # The step may have written to the buffer, or have put another one in its place.
             table[name] = buffer.copy_(content)
