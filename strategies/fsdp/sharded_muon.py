@@ -62,9 +62,11 @@ class ShardedMuon:
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Step the matrices that have a gradient, and drop their gradients; collective."""
-        of_whole = copy.copy(optimizer)  # has its settings, and no hooks
+        whole_optimizer = copy.copy(optimizer)  # has its settings, and no hooks, or `step` would call this one again
         for group in optimizer.param_groups:
             used = [local for local in group["params"] if local.grad is not None]
+            # The same rounds on all ranks, or they would wait for each other: the strategy has checked before that all
+            # have gradients of the same parameters.
             for matrices in self._rounds(used):
                 values = self._gathered(matrices, [local.data for local in matrices.values()])
                 gradients = [local.grad for local in matrices.values() if local.grad is not None]
@@ -72,17 +74,19 @@ class ShardedMuon:
                 for local in matrices.values():
                     optimizer.state.setdefault(local, {})  # in the same order on all ranks; empty but on the owner
                 if self._rank in matrices:
-                    whole = nn.Parameter(values)
-                    whole.grad = gradient
-                    of_whole.param_groups = [{**group, "params": [whole]}]
-                    of_whole.state = defaultdict(dict, {whole: optimizer.state[matrices[self._rank]]})
-                    of_whole.step()
+                    matrix = nn.Parameter(values)  # in the memory of `values`, which are sent back
+                    matrix.grad = gradient
+                    whole_optimizer.param_groups = [{**group, "params": [matrix]}]
+                    # The same dictionary, so that the momentum stays in the optimizer's state.
+                    whole_optimizer.state = defaultdict(dict, {matrix: optimizer.state[matrices[self._rank]]})
+                    whole_optimizer.step()
                 for local, rows in self._scattered(matrices, values):
                     local.copy_(rows)
-                    local.grad = None
+                    local.grad = None  # or the optimizer's own step would update the rows again
 
     def _rounds(self, parameters: Sequence[nn.Parameter]) -> Iterator[dict[int, nn.Parameter]]:
         """Yield at most one parameter of each owner, by owner; those of a round have one dtype."""
+        # A dictionary keeps the order, which a set of dtypes does not have: it must be that of all ranks.
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             owned: list[list[nn.Parameter]] = [[] for _ in range(self._num_ranks)]
             for parameter in parameters:
@@ -93,9 +97,10 @@ class ShardedMuon:
 
     def _gathered(self, matrices: Mapping[int, nn.Parameter], rows: Iterable[Tensor]) -> Tensor:
         """Return the whole tensor of this rank's matrix, of which each rank has rows; collective."""
-        sent = torch.cat([own.reshape(-1) for own in rows])
-        whole = self._exchange(sent, self._sizes_here(matrices), self._sizes_of_own(matrices))
-        return whole.view(self._shapes[id(matrices[self._rank])]) if self._rank in matrices else whole
+        # In the order of owners, in which `all_to_all_single` cuts what is sent.
+        sent = torch.cat([part.reshape(-1) for part in rows])
+        received = self._exchange(sent, self._sizes_here(matrices), self._sizes_of_own(matrices))
+        return received.view(self._shapes[id(matrices[self._rank])]) if self._rank in matrices else received
 
     def _scattered(self, matrices: Mapping[int, nn.Parameter], whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each matrix with this rank's rows of its tensor, which is `whole` on the owner; collective."""
@@ -122,24 +127,26 @@ class ShardedMuon:
 
     def shard_state(self, state: Mapping[Any, dict[str, Any]]) -> dict[int, dict[str, Tensor]]:
         """Return this rank's rows of the matrices' state, by the id of the parameter; collective."""
-        found: dict[int, dict[str, Tensor]] = {}
+        rows_of: dict[int, dict[str, Tensor]] = {}
         for matrices in self._rounds([local for local in self._locals if local in state]):
             empty = next(iter(matrices.values())).new_empty(0)
-            whole = state[matrices[self._rank]][MOMENTUM] if self._rank in matrices else empty
-            found |= {id(local): {MOMENTUM: rows} for local, rows in self._scattered(matrices, whole)}
-        return found
+            momentum = state[matrices[self._rank]][MOMENTUM] if self._rank in matrices else empty
+            rows_of |= {id(local): {MOMENTUM: rows} for local, rows in self._scattered(matrices, momentum)}
+        return rows_of
 
     def gather_state(self, state: Mapping[Any, dict[str, Any]]) -> None:
         """Leave the whole state of each matrix on its owner, of which each rank has rows; collective."""
         for matrices in self._rounds([local for local in self._locals if local in state]):
-            whole = self._gathered(matrices, [state[local].pop(MOMENTUM) for local in matrices.values()])
+            # Removed on all ranks, as only the owner keeps the momentum.
+            momentum = self._gathered(matrices, [state[local].pop(MOMENTUM) for local in matrices.values()])
             if self._rank in matrices:
-                state[matrices[self._rank]][MOMENTUM] = whole
+                state[matrices[self._rank]][MOMENTUM] = momentum
 
 
 def assign_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return the owner of each matrix: from the largest on, the rank with the fewest elements so far."""
     owned, owners = [0] * num_ranks, [0] * len(sizes)
+    # Large ones first: small ones even out the rest. Sorting is stable, so all ranks assign equal sizes alike.
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = owned.index(min(owned))
         owned[owners[index]] += sizes[index]

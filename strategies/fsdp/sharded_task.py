@@ -73,14 +73,15 @@ def choose_units(task: nn.Module, units: Units, *, min_bytes: float) -> list[Uni
     once: dict[int, tuple[str, nn.Module]] = {}
     for name, module in chosen.items():
         once.setdefault(id(module), (name, module))  # a shared module is one unit
+    # The deepest take their parameters first, so that an outer unit has only what is left.
     inner_first = sorted(once.values(), key=lambda item: -item[0].count("."))
-    found: list[Unit] = []
+    chosen_units: list[Unit] = []
     taken: set[int] = set()
     for name, module in [*inner_first, (ROOT, task)]:
-        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
-        taken |= {id(parameter) for parameter in own}
-        found.append(Unit(name, module, sum(parameter.nbytes for parameter in own)))
-    return found
+        of_unit = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        taken |= {id(parameter) for parameter in of_unit}
+        chosen_units.append(Unit(name, module, sum(parameter.nbytes for parameter in of_unit)))
+    return chosen_units
 
 
 def describe_units(
@@ -91,8 +92,8 @@ def describe_units(
     width = max(len(unit.name) for unit in units)
     lines = [f"{'unit':<{width}}  {'MiB':>8}  {'MiB a rank':>10}  class"]
     for unit in [units[-1], *units[:-1]]:
-        whole, part = unit.num_bytes / MIB, unit.num_bytes / MIB / num_shards
-        lines.append(f"{unit.name:<{width}}  {whole:8.2f}  {part:10.2f}  {type(unit.module).__name__}")
+        unit_mib, shard_mib = unit.num_bytes / MIB, unit.num_bytes / MIB / num_shards
+        lines.append(f"{unit.name:<{width}}  {unit_mib:8.2f}  {shard_mib:10.2f}  {type(unit.module).__name__}")
     largest = sorted((unit.num_bytes for unit in units[:-1]), reverse=True)
     # The next units are gathered while one is used; the parameters outside of units stay until the end of backward.
     gathered = root + sum(largest[: 1 + prefetch] if reshard_after_forward is True else largest)
@@ -154,6 +155,7 @@ class _SharedParameters:
     def __init__(self, task: nn.Module) -> None:
         self._places: dict[int, list[str]] = defaultdict(list)  # of a parameter: names of modules that hold it
         self._names: dict[int, list[str]] = defaultdict(list)  # of a module
+        # All names: a module that is used in two places has parameters outside of a unit around one of them.
         for name, module in task.named_modules(remove_duplicate=False):
             self._names[id(module)].append(name)
             for parameter in module._parameters.values():
@@ -164,9 +166,9 @@ class _SharedParameters:
         """Return the name of a module outside of the unit that holds one of its parameters, or `None`."""
         names = self._names[id(unit)]
         for parameter in unit.parameters():
-            for place in self._places[id(parameter)]:
-                if not any(place == name or place.startswith(f"{name}.") for name in names):
-                    return place
+            for holder in self._places[id(parameter)]:
+                if not any(holder == name or holder.startswith(f"{name}.") for name in names):
+                    return holder
         return None
 
     def check(self, name: str, unit: nn.Module) -> None:
@@ -196,6 +198,7 @@ def make_mesh(group: dist.ProcessGroup, device_type: str, *, replicate: int, tim
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(replicate, -1)
     replica, shard = divmod(group.rank(), grid.shape[1])
     limit = timedelta(seconds=timeout_seconds)
+    # `use_local_synchronization`, as each rank makes its own two groups: else all ranks would have to make all groups.
     groups = [
         dist.new_group(ranks.tolist(), timeout=limit, use_local_synchronization=True)
         for ranks in (grid[:, shard], grid[replica])
@@ -235,14 +238,15 @@ class ShardedTask:
         """The ranks that hold all shards together, this one among them."""
         self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         self.replicated = [parameter for parameter in task.parameters() if not has_rows(parameter)]
+        # Before `fully_shard`, which changes classes, attributes and hooks, and has no call that undoes it.
         self._kinds = [(module, type(module)) for module in task.modules()]
         self._before = [(module, _added_names(module)) for module in task.modules()]
-        whole = {id(parameter) for parameter in self.replicated}
+        replicated_ids = {id(parameter) for parameter in self.replicated}
         self._originals = [
             (module, name, parameter)
             for module in task.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and id(parameter) not in whole
+            if parameter is not None and id(parameter) not in replicated_ids
         ]
         originals = [original for _, _, original in self._originals]
         self._references = references_to(task, originals, moved="which strategy=fsdp replaces by shards")
@@ -253,6 +257,7 @@ class ShardedTask:
         self._places_of: dict[int, list[tuple[nn.Module, str, ParameterShard]]] = defaultdict(list)  # by unit
         self._calls: set[int] = set()  # the units that ran since the end of the last evaluation, by index
         self._entered: dict[int, list[_Entered]] = {}  # the parameters of a unit that runs
+        # Inner units first, as `fully_shard` gives a unit the parameters that no other has yet.
         modules: list[nn.Module] = [*(unit.module for unit in units[:-1]), self._root]
         for index, module in enumerate(modules):
             is_root = module is self._root
@@ -265,6 +270,7 @@ class ShardedTask:
             fully_shard(
                 module,
                 mesh=mesh,
+                # None: torch keeps the root's parameters until its backward, which follows at once.
                 reshard_after_forward=None if is_root and reshard_after_forward is True else reshard_after_forward,
                 mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
@@ -278,6 +284,7 @@ class ShardedTask:
             unit.set_force_sum_reduction_for_comms(True)
             if order is not None and hasattr(unit, "set_custom_reduce_scatter"):  # in newer versions of torch
                 unit.set_custom_reduce_scatter(_OrderedReduceScatter(order))  # type: ignore[arg-type] # a protocol
+            # Of the class that `fully_shard` has derived, and keeps for all units of the user's class.
             type(unit).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined] # in place of torch's, which raises too
         if records:
             self._make_shards(records)
@@ -289,10 +296,10 @@ class ShardedTask:
             self._gather_ahead(prefetch)
         self._make_parameter_shards(modules)
         self._added = [
-            (module, {key: names - before.get(key, set()) for key, names in _added_names(module).items()})
-            for module, before in self._before
+            (module, {key: names - names_before.get(key, set()) for key, names in _added_names(module).items()})
+            for module, names_before in self._before
         ]
-        self._hide_originals()
+        self._hide_originals()  # last, as from here on the values cannot be used
         self._order = order
 
     def _make_parameter_shards(self, modules: Sequence[nn.Module]) -> None:
@@ -303,7 +310,7 @@ class ShardedTask:
                 name,
                 by_sharded[id(parameter)],
                 parameter,
-                nn.Parameter(parameter.to_local().detach(), parameter.requires_grad),
+                nn.Parameter(parameter.to_local().detach(), parameter.requires_grad),  # in the same memory
             )
             for name, parameter in self.task.named_parameters()
             if isinstance(parameter, DTensor)
@@ -330,12 +337,14 @@ class ShardedTask:
             is_shard = isinstance(tensor, DTensor) and tensor.is_meta
             return torch.empty_like(tensor, device=self._shard_device) if is_shard else tensor
 
+        # Private: torch has no public call that replaces all parameters by what a function returns.
         self._root._apply(with_memory)  # type: ignore[no-untyped-call] # torch does not annotate it
         with torch.no_grad():
             make_real(self.task, device=device, records=records, take=take)
 
     def _gather_ahead(self, count: int) -> None:
         """Let each unit gather the next ones ahead, in the order of registration, and in backward the former ones."""
+        # Of modules in the task, since units are sorted by depth.
         *units, root = self._units
         positions = {id(module): position for position, module in enumerate(self.task.modules())}
         units.sort(key=lambda unit: positions[id(unit)])
@@ -350,7 +359,7 @@ class ShardedTask:
         """Return what the task's method returns for a batch; collective."""
         if self._is_whole:
             return getattr(self.task, step_name)(batch)
-        self._is_in_pass = True
+        self._is_in_pass = True  # until `reshard`, so in backward too, where a checkpoint runs units again
         if self._order is not None:
             self._order.begin(step_name)
         returned = self._root(step_name, batch)
@@ -368,6 +377,7 @@ class ShardedTask:
         try:
             yield
         except RuntimeError as error:
+            # By their words, as torch has no class for these errors.
             text = str(error)
             if "out of bounds for storage of size 0" in text or "its data is not allocated yet" in text:
                 what = (
@@ -401,14 +411,14 @@ class ShardedTask:
         """Free what was gathered, also ahead for units that did not run: it would be taken for new weights later."""
         for index, unit in enumerate(self._units) if self._prefetches else ():
             if index not in self._calls:
-                unit.unshard()
+                unit.unshard()  # waits for the gathering, which `reshard` would leave under way
         self.reshard()
         self._calls.clear()
 
     def _begin_unit(self, index: int, module: nn.Module, inputs: Any) -> None:
         """Raise UserError if ranks run different units, or with values that the gathered ones would replace."""
         if self._order is not None and self._is_in_pass:
-            self._order.forward(index)
+            self._order.forward(index)  # before the gathering, in which ranks with different units would mix values
         for holder, name, shard in self._places_of[index]:
             if not self._is_in_pass:  # a callback's call, perhaps of one rank
                 raise refusal(shard.sharded)
@@ -424,8 +434,9 @@ class ShardedTask:
         self._calls.add(index)
         if self._unattached:
             self._attach()
-        whole = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-        self._entered[index] = [_Entered(one, one._version, one.requires_grad) for one in whole]
+        gathered = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        # The version is private, but torch has no public count of a tensor's changes in place.
+        self._entered[index] = [_Entered(weight, weight._version, weight.requires_grad) for weight in gathered]
 
     def _attach(self) -> None:
         """Note the gathered parameters that are there for the first time."""
@@ -437,14 +448,14 @@ class ShardedTask:
 
     def _check_unchanged(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
         """Raise UserError if a step changed a gathered parameter in place: the change would be lost."""
-        kept = {id(parameter) for parameter in self.replicated}
+        replicated_ids = {id(parameter) for parameter in self.replicated}  # they are no copies
         for entered in self._entered.pop(index, ()):
-            changed = entered.parameter
-            if changed.requires_grad != entered.requires_grad:
-                self.refuse_unfreezing(self._name_of(changed))
-            if changed._version != entered.version and id(changed) not in kept:
+            weight = entered.parameter
+            if weight.requires_grad != entered.requires_grad:
+                self.refuse_unfreezing(self._name_of(weight))
+            if weight._version != entered.version and id(weight) not in replicated_ids:
                 raise UserError(
-                    f"{self._name_of(changed)} was changed in place during a step, where it is a gathered copy of its "
+                    f"{self._name_of(weight)} was changed in place during a step, where it is a gathered copy of its "
                     "shards: the change would be lost. Change parameters in a callback's on_step_end, in `with "
                     "run.whole_task() as task:`, or set strategy=single."
                 )
@@ -478,6 +489,7 @@ class ShardedTask:
     def elements_of_ranks(self, sharded: Tensor) -> list[int]:
         """Return how many elements of a parameter each rank of `shard_group` has; they have rows, in order."""
         rows, *others = sharded.shape
+        # As torch.chunk divides rows, and so a DTensor: the last ranks may have fewer rows, or none.
         most, row = -(-rows // self._shard_mesh.size()), torch.Size(others).numel()
         return [max(min(most, rows - rank * most), 0) * row for rank in range(self._shard_mesh.size())]
 
@@ -485,8 +497,8 @@ class ShardedTask:
         """Return this rank's elements of a saved tensor, sharded as a parameter; no others are read."""
         assert isinstance(sharded, DTensor)
         local, start = sharded.to_local().detach(), self.first_element(sharded)
-        own = elements(saved, start, start + local.numel(), like=sharded)
-        return own.view(local.shape).to(local.device)
+        shard_elements = elements(saved, start, start + local.numel(), like=sharded)
+        return shard_elements.view(local.shape).to(local.device)
 
     def state_dict(self, *, is_main: bool) -> dict[str, Any]:
         """Return the state of the task, in host memory if `is_main`, else with the shapes of parameters; collective."""
@@ -495,9 +507,10 @@ class ShardedTask:
         wholes: dict[int, Tensor] = {}  # shared parameters stay shared
         for key, value in state.items():
             if isinstance(value, DTensor):
+                # To the host one by one: the whole task may not fit on the device.
                 if id(value) not in wholes:
-                    whole = _whole(value, value.to_local().detach())
-                    wholes[id(value)] = whole.cpu() if is_main else whole.to("meta")
+                    full = _whole(value, value.to_local().detach())
+                    wholes[id(value)] = full.cpu() if is_main else full.to("meta")
                 state[key] = wholes[id(value)]
             elif isinstance(value, Tensor):
                 state[key] = value.detach()
@@ -506,14 +519,15 @@ class ShardedTask:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a complete state, of which each rank reads its shards."""
         state = copy.copy(saved)
-        own: dict[int, DTensor] = {}  # a shared parameter has several keys and is read once
+        shards_read: dict[int, DTensor] = {}  # a shared parameter has several keys and is read once
+        # Reversed, as of several keys the last one counts: each overwrites the tensor in `nn.Module.load_state_dict`.
         for key, value in reversed(self.task.state_dict(keep_vars=True).items()):
             if isinstance(saved.get(key), DTensor):
                 continue  # its own, of a checkpoint without frozen parameters
             if isinstance(value, DTensor) and key in saved:
-                if id(value) not in own:
-                    own[id(value)] = like(value, self.local_of(value, saved[key]))
-                state[key] = own[id(value)]
+                if id(value) not in shards_read:
+                    shards_read[id(value)] = like(value, self.local_of(value, saved[key]))
+                state[key] = shards_read[id(value)]
             elif key in saved:
                 state[key] = in_memory(saved[key])
         with self._unguarded():
@@ -524,6 +538,7 @@ class ShardedTask:
         self.reshard()
         self._fill_originals()
         self._remove_units()
+        # Private: torch has no call that undoes `fully_shard`.
         for module, _ in self._added:
             _composable_state._module_state_mapping.pop(module, None)  # or it could not be sharded again
         for shard in self.shards:
@@ -550,13 +565,14 @@ class ShardedTask:
                     f"the block of run.whole_task() added, removed or replaced '{differing[0]}', which optimizers and "
                     "other ranks would not have. Change values in place: with torch.no_grad(): parameter.copy_(values)."
                 )
+            # Rank 0's values count: the others may not have made its changes, or different ones.
             broadcast([t for t in named_state(self.task).values() if t.layout is torch.strided], group)
             with torch.no_grad():
                 for shard in self.shards:
                     shard.local.copy_(self.local_of(shard.sharded, shard.original.detach()))
                     shard.sharded.requires_grad_(shard.original.requires_grad)
         finally:
-            restore()
+            restore()  # first, as the units' classes and hooks belong to shards
             self._is_whole = False
             for module, name, shard in self._places:
                 setattr(module, name, shard.sharded)
@@ -587,11 +603,12 @@ class ShardedTask:
         """Put the original parameters back, with the values of the shards; collective."""
         for shard in self.shards:
             shard.unguard()
-            whole = _whole(shard.sharded, shard.local.detach())
-            if shard.original.is_meta:
-                replace_content(shard.original, whole)
+            content = _whole(shard.sharded, shard.local.detach())
+            # The object stays the same, since optimizers and attributes of the user refer to it.
+            if shard.original.is_meta:  # torch refuses to assign `data` of another device
+                replace_content(shard.original, content)
             else:
-                shard.original.data = whole
+                shard.original.data = content
             shard.original.requires_grad_(shard.sharded.requires_grad)
             shard.original.grad = None
         for module, name, shard in self._places:
@@ -604,6 +621,7 @@ class ShardedTask:
         for reference in self._references:
             reference.replace({id(shard.original): shard.sharded for shard in self.shards})
         for shard in self.shards:
+            # Frees the memory: the object is needed for later, its values are not.
             shard.original.data, shard.original.grad = shard.original.new_empty(0), None
             shard.guard()
 
@@ -619,7 +637,7 @@ class ShardedTask:
                     table = vars(module) if key == "" else vars(module)[key]
                     tables.append((table, dict(table), names))
                     for name in names:
-                        table.pop(name, None)
+                        table.pop(name, None)  # in place, as the handles of hooks refer to the table
 
         def restore() -> None:
             for module, kind in present:
@@ -670,7 +688,7 @@ class _OrderedReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self._order.reduce(input_tensor.numel())
+        self._order.reduce(input_tensor.numel())  # sums of buffers of different sizes would hang or mix values
         work: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return work
 
@@ -718,10 +736,11 @@ def _whole(sharded: Tensor, local: Tensor) -> Tensor:
     assert isinstance(sharded, DTensor)
     mesh, group = sharded.device_mesh, sharded.device_mesh.get_group("shard")
     rows, *others = sharded.shape
-    most = -(-rows // group.size())  # rows of a rank
+    most = -(-rows // group.size())  # rows of a rank; all send as many, the last ones zeros
     padded = torch.zeros(most, *others, dtype=local.dtype, device=mesh.device_type)
     padded[: len(local)] = local
     gathered = padded.new_empty(group.size(), most, *others)
     dist.all_gather(list(gathered), padded, group=group)
-    whole = gathered.flatten(0, 1)
-    return whole if len(whole) == rows else whole[:rows].clone()
+    all_rows = gathered.flatten(0, 1)
+    # A clone, as a view would keep the memory of the padding, and be saved with it.
+    return all_rows if len(all_rows) == rows else all_rows[:rows].clone()

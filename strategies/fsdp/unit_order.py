@@ -14,7 +14,7 @@ _SEVERAL = -1
 """In place of the next event: several are known."""
 _MAX_KNOWN = 100_000
 """Beginnings of steps that are remembered."""
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # new events are rare, so a short wait for each costs little, and spares the store
 
 
 class UnitOrder:
@@ -72,14 +72,16 @@ class UnitOrder:
         return f"collective {number} is {self._text(event)}"
 
     def _note(self, event: int) -> None:
+        # One assignment of a tuple: the other thread must not read the number of one event with the text of another.
         self._place = self._place[0] + 1, event
         expected = self._next.get(self._digest)
         if expected != event:
+            # Ranks with the same past have the same `expected`, so all of them enter this collective together.
             if expected is None or expected == _SEVERAL:
                 largest, smallest = self._max_over_ranks([event, -event])
                 if largest != -smallest:
                     raise self._refusal(event, largest if event == -smallest else -smallest)
-            else:
+            else:  # no collective: a rank at the known event does not take part
                 self._announce(event)
             self._next[self._digest] = event if expected is None else _SEVERAL
             if len(self._next) > _MAX_KNOWN:  # on all ranks at once
@@ -91,11 +93,12 @@ class UnitOrder:
         failures, number = self._comm.failure_store, self._place[0]
         assert failures is not None
         start = asked = time.monotonic()
+        # Numbers never repeat, so no answer is taken for that of another event.
         keys = [f"order/{number}/{rank}" for rank in range(self._comm.world_size)]
         failures.store.set(keys[self._comm.rank], str(event))
         while not failures.store.check(keys):
             time.sleep(_POLL_SECONDS)
-            if time.monotonic() - asked < 1.0:
+            if time.monotonic() - asked < 1.0:  # the question wakes a thread of each rank
                 continue
             places = [re.search(r"collective (\d+) is ([^,]*)", answer) for answer in failures.positions().values()]
             for place in places if not failures.store.check(keys) else ():  # or a rank may have gone on
@@ -105,8 +108,9 @@ class UnitOrder:
                     raise self._refusal(event, place[2])
             asked = time.monotonic()
             failures.check(where=self._text(event), waited=asked - start, timeout_seconds=self._comm.timeout_seconds)
-        others = [int(failures.store.get(key)) for key in keys]
-        for other_event in others:
+        # Every rank reads all events, so that all raise or none.
+        announced = [int(failures.store.get(key)) for key in keys]
+        for other_event in announced:
             if other_event != event:
                 raise self._refusal(event, other_event)
 
