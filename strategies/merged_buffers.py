@@ -69,28 +69,32 @@ class MergedBuffers:
             return
         if self._steps < FIRST_STEPS and self._last:
             names = list(self._last)
+            # By checksums, a few numbers for each buffer; only buffers that differ are reduced in full.
             rows = comm.all_reduce(summands([[self._present(name)] for name in names])).tolist()
             merged = [n for n, sums in zip(names, rows, strict=True) if not are_equal(sums, num_ranks=comm.world_size)]
         else:
             merged = list(self._last)
         for name in merged:
-            own, last = tensors[name], self._last[name]
+            buffer, last = tensors[name], self._last[name]
             if self._present(name).shape != last.shape:  # it grew by the samples of each rank
                 self._conflicts[name] = torch.tensor(True)
                 continue
-            reduced = comm.reduce_in_place(bounds(own, last), "max", where="merging buffers")
+            reduced = comm.reduce_in_place(bounds(buffer, last), "max", where="merging buffers")
             values, conflict = merge(reduced, last)
-            if is_counted(own):
-                values = torch.where(conflict, own, values)
+            if is_counted(buffer):
+                values = torch.where(conflict, buffer, values)  # rank 0's, by the broadcast below
             else:
+                # A tensor on the device: reading it here would wait for the step.
                 self._conflicts[name] = conflict.any() | self._conflicts.get(name, False)
             with torch.no_grad():
-                own.copy_(values)
+                buffer.copy_(values)
         self._merged.update(merged)
         broadcast(tensors.values(), comm.group)
+        # Later on a GPU only when `replicated` is asked for, as the check waits for the device.
         if merged and (self._steps < FIRST_STEPS or comm.device.type == "cpu"):
             self.check(strategy)
         self._steps += 1
+        # The others have had the same values on all ranks, and cost a copy and a checksum in every step.
         if self._steps == FIRST_STEPS:
             self._last = {name: self._last[name] for name in self._merged}
 
@@ -109,6 +113,7 @@ class MergedBuffers:
 
 def bounds(values: Tensor, last: Tensor) -> Tensor:
     """Return the changed values and their negatives, shape (2, ...), and elsewhere the lowest number."""
+    # The largest of negatives is the negative of the smallest: one reduction gives both, and differing values show.
     values = _wide(values)
     changed = changed_elements(values, _wide(last))
     lowest = torch.full_like(values, _lowest(values))
@@ -134,4 +139,5 @@ def _narrow(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _lowest(values: Tensor) -> float:
+    # One above the smallest integer, whose negative does not fit into 64 bits.
     return -torch.inf if values.is_floating_point() else torch.iinfo(torch.int64).min + 1

@@ -27,11 +27,12 @@ class OwnGroups:
         self, sets: Sequence[Sequence[int]], group: dist.ProcessGroup, *, backend: str | None = None
     ) -> dist.ProcessGroup | None:
         """Make a new group of each set of ranks of `group`, and return the one with this rank, if any. Collective."""
-        own = None
+        local_group = None
+        # Every rank makes the groups of all sets: torch numbers groups by the calls, which must be the same everywhere.
         for members in sets:
             made = self.new([dist.get_global_rank(group, member) for member in members], backend=backend)
-            own = made if group.rank() in members else own
-        return own
+            local_group = made if group.rank() in members else local_group
+        return local_group
 
     def leave(self, *, destroy: bool = True) -> None:
         """Leave the groups, and end their threads; without `destroy` other ranks may still wait in them."""
@@ -39,6 +40,7 @@ class OwnGroups:
         if not groups:
             return
         while groups and destroy:
+            # Popped in the call, so that no reference here outlives the group.
             dist.destroy_process_group(groups.pop())
         groups.clear()
         gc.collect()  # threads end with the last reference

@@ -104,13 +104,14 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         super().retrain(task, phase_optimizers)
-        self._times = None
+        self._times = None  # it measures the wrapper that is replaced
         self.prepare_optimizer(task, phase_optimizers[0])
 
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
         if batch.micro_batches:
             self._last = batch.micro_batches[0].batch
+        # Once, as every rank has a batch from then on. All ranks decide alike, so all enter the collective or none.
         if not self._has_stepped and self._may_lack_samples(batch):
             self._last = self._move(self._batch_of_any_rank(self._last))
         self._has_stepped = True
@@ -127,7 +128,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         returned = self._wrapped(self._last)
         loss = read_training_output(returned, 1, self._wrapped.module.task).loss
         assert loss is not None
-        self._checked_backward(loss * 0.0)
+        self._checked_backward(loss * 0.0)  # a new zero would have no graph, and start no reduction
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""
@@ -135,7 +136,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         assert loss is not None
         weight = 1.0 if self._is_undivided(batch) else output.weight / batch.num_samples
         self._checked_backward(self.precision.scale(loss * (weight * self.comm.world_size)))
-        output.loss = loss.detach()
+        output.loss = loss.detach()  # or the graph of every micro-batch would live until the end of the step
 
     def _checked_backward(self, loss: Tensor) -> None:
         """Add the gradients of a loss, and raise UserError if PyTorch's Reducer did not get those that it waits for.
@@ -152,6 +153,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         unused = [
             parameter for parameter, version in zip(trained, former, strict=True) if _version(parameter.grad) == version
         ]
+        # With those settings too a loss without any parameter starts no backward in which the Reducer could take part.
         allowed = len(trained) - 1 if self.find_unused_parameters or self.static_graph else 0
         if len(unused) > allowed:
             names = {id(parameter): name for name, parameter in self._wrapped.module.task.named_parameters()}
@@ -198,6 +200,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
 def _version(gradient: Tensor | None) -> tuple[int, int] | None:
     """Return what changes whenever a backward adds to a gradient."""
+    # Backward adds in place, a new version, or assigns, a new object. Private: torch has no public count of writes.
     return None if gradient is None else (id(gradient), gradient._version)
 
 
@@ -230,16 +233,17 @@ class ReducerTimes:
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         self._wrapped = wrapped
         self._times: list[tuple[float, float]] | None = None  # of each step: communication, hidden; seconds
-        wrapped._set_ddp_runtime_logging_sample_rate(1)
+        wrapped._set_ddp_runtime_logging_sample_rate(1)  # private, as is all that the Reducer measures
 
     def add_previous_step(self) -> None:
         """Add the times of the step before the current one, except in the first call."""
+        # The first call finds the times of a step from before the profile.
         if self._times is None:
             self._times = []
             return
         data = self._wrapped._get_ddp_logging_data()
         if "backward_comm_time" in data:  # some modules and devices are not measured
-            communication = data["backward_comm_time"] / 1e9
+            communication = data["backward_comm_time"] / 1e9  # from nanoseconds
             self._times.append((communication, min(data["backward_compute_comm_overlap_time"] / 1e9, communication)))
 
     def close(self) -> Overlap | None:

@@ -132,6 +132,7 @@ class GlooExchange(ShardTransport):
     # ---- Transfers
 
     def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
+        # Now, before anything else is queued on the stream: a copy waits for no more than what fills the buffer.
         ready = ready or self.copier.mark()
         transfers: list[ChunkTransfer] = []
         flags, flat = None, self.flats[bucket]
@@ -140,6 +141,7 @@ class GlooExchange(ShardTransport):
             for start, stop in self._chunks[bucket]:
                 of_chunk = None if error is None else error[start:stop]
                 transfers.append(ChunkTransfer(self, bucket, flat[start:stop], ready, where, error=of_chunk))
+            # In full on every rank: each server updates shards, and must know which parameters any rank has used.
             if self.settings.sharded and self.flags[bucket].numel():
                 all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
                 assert all_reduce is not None
@@ -156,6 +158,7 @@ class GlooExchange(ShardTransport):
             chunk = self.weight_sets[self.next_set][buffer][start:stop]
             shards = chunk.split(equal_shards(len(chunk), self.world_size))
             transfer = RingTransfer(self, _WEIGHTS, where)
+            # Into the weights themselves, which nothing reads before all of them are there.
             transfer.announce([shards[(self.rank - 1 - hop) % self.world_size] for hop in range(self.world_size - 1)])
             transfer.send(shards[self.rank])
             transfers.append(transfer)
@@ -172,6 +175,7 @@ class GlooExchange(ShardTransport):
 
     def progress(self) -> None:
         """Advance every chunk and buffer as far as possible, without waiting."""
+        # Cleared before looking: what ends meanwhile sets it again, and is not missed by the next wait.
         self.changed.clear()
         self._advance_chunks()
         for gather in self._gathers:
@@ -186,6 +190,7 @@ class GlooExchange(ShardTransport):
 
     def wait_for_change(self, where: str) -> None:
         """Wait until something has ended that `progress` found under way."""
+        # The end of a copy sets no event, so it is waited for by itself; messages arrive meanwhile.
         copy = next((transfer.copy for transfer in self._in_flight if transfer.copy is not None), None)
         if copy is not None:
             copy.synchronize()
@@ -247,7 +252,9 @@ class RingTransfer:
         exchange, hop = self.exchange, self._hop
         self._sends += exchange.send(tensor, self._tag(hop))
         is_last = hop == len(self._received) - 1
+        # A hop needs no more than what it receives. The last one waits for all sends too, which read memory until then.
         works = [*self._receives[hop], *self._sends] if is_last else self._receives[hop]
+        # A thread waits in order: with one, the next chunk's sums would wait for the returns of this one.
         thread = exchange.arrivals if hop < exchange.world_size - 1 else exchange.returns
         self._work = exchange.with_timeout(thread.watch(works), self.where)
 
@@ -270,6 +277,7 @@ class RingTransfer:
         return received
 
     def _tag(self, hop: int) -> int:
+        # All ranks number transfers in the same order, so that sender and receiver agree on a tag without a message.
         hops = 2 * (self.exchange.world_size - 1)
         return 2 * ((hops * self.number + hop) % _NUM_TAGS) + self.kind
 
@@ -287,6 +295,7 @@ class ReduceRing(RingTransfer):
         num_others = exchange.world_size - 1
         indices = [self._index(hop) for hop in range(num_others)]
         sizes = [self.sizes[index] for index in indices]
+        # Memory of its own for each hop: all receives are announced before the first of them is added.
         received = list(sent.new_empty(sum(sizes)).split(sizes))
         if not exchange.settings.sharded:  # sums replace the gradients, which have been sent by then
             received += [self._shards[self._index(hop)] for hop in range(num_others, 2 * num_others)]
@@ -301,18 +310,19 @@ class ReduceRing(RingTransfer):
         if hop >= exchange.world_size - 1:
             return received  # a sum
         index = self._index(hop)
-        own = self._shards[index]
-        if index == exchange.rank and exchange.settings.sharded:
-            total = ordered_sum([received, own])
+        local_shard = self._shards[index]
+        if index == exchange.rank and exchange.settings.sharded:  # complete, and not sent: it need not be rounded
+            total = ordered_sum([received, local_shard])
             self.chunk.split(self.sizes)[index].copy_(total)
             return total
-        rounded = own if index == exchange.rank else received
+        rounded = local_shard if index == exchange.rank else received
         if self.error is None:
-            return torch.add(received, own, out=rounded)  # which adds in float32
-        total = ordered_sum([received, own])
+            return torch.add(received, local_shard, out=rounded)  # which adds in float32
+        total = ordered_sum([received, local_shard])
         rounded.copy_(total)
+        # Kept by the rank that rounds: what each hop loses of a sum is in no other rank's error.
         first = sum(self.sizes[:index])
-        add_loss(self.error[first : first + len(own)], total, rounded)
+        add_loss(self.error[first : first + len(local_shard)], total, rounded)
         return rounded
 
     def _index(self, hop: int) -> int:
@@ -366,6 +376,7 @@ class ChunkTransfer:
         exchange, chunk = self.exchange, self.chunk
         dtype = exchange.reduce_dtype_of(chunk.dtype)
         if chunk.device.type != "cpu" or dtype != chunk.dtype:
+            # Here, not in `start`: only chunks in flight take memory for a copy.
             self.sent = exchange.copier.empty(len(chunk), dtype)
             self.copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
             add_loss(self.error, chunk, self.sent)
@@ -447,6 +458,7 @@ class TransferWork(GatherWork):
     def _try_sum(self) -> None:
         if not super().is_done():
             return
+        # Without the flags it is unknown which parameters are updated.
         if self.flags is not None:
             if not self.flags.is_done():
                 return
@@ -454,5 +466,5 @@ class TransferWork(GatherWork):
         self.is_summed = True
         exchange = self.exchange
         if exchange.on_summed is not None:
-            exchange.on_summed(self.buffer)
+            exchange.on_summed(self.buffer)  # updates this rank's shard, which is sent next
             self.weights = exchange.gather_weights(self.buffer, where=self.where)

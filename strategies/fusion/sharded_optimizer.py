@@ -38,7 +38,8 @@ NEVER_SHARDED = ("step", "mu_product")
 
 def check_elementwise(optimizers: Iterable[Optimizer], what: str, remedy: str) -> None:
     """Raise UserError for an optimizer that needs full parameters; `what` updates shards of them."""
-    refused = next((one for one in optimizers if type(one) not in ELEMENTWISE), None)
+    # By exact type: a subclass may use several elements together.
+    refused = next((optimizer for optimizer in optimizers if type(optimizer) not in ELEMENTWISE), None)
     if refused is not None:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise UserError(
@@ -82,6 +83,7 @@ class ShardedOptimizer:
         self._indices = {id(p): index for index, p in enumerate(self.parameters)}
         for bucket in buckets:
             self._add_bucket(bucket)
+        # First the state of the shards, then that of whole parameters goes, whose memory is to be saved.
         self.load_state({self._indices[id(p)]: state for p, state in optimizer.state.items()} | saved)
         for bucket in buckets:
             for entry in bucket.entries:
@@ -94,7 +96,7 @@ class ShardedOptimizer:
                 "strategy.shard_optimizer=false."
             )
         transport, active = self.transport, self.transport.active_set
-        flats, own = [weights[bucket.index] for weights in transport.weight_sets], transport.own_ranges(bucket.index)
+        flats, ranges = [weights[bucket.index] for weights in transport.weight_sets], transport.own_ranges(bucket.index)
         shards = self._of_buffer[bucket.index] = []
         for position, (entry, offset) in enumerate(zip(bucket.entries, bucket.layout.offsets, strict=True)):
             parameter, end = entry.parameter, offset + entry.parameter.numel()
@@ -106,9 +108,10 @@ class ShardedOptimizer:
                 parameter.data = full[active]
             (self._copied if is_copied else self._moved_of[bucket.index]).append((parameter, full))
             group = self._group_of.get(id(parameter), -1)  # -1: the optimizer does not have it
-            for start, stop in own if group >= 0 else []:
+            for start, stop in ranges if group >= 0 else []:
                 first, last = max(start, offset) - offset, min(stop, end) - offset
                 if first < last:
+                    # Views, not copies: the transport sums into the gradient, and sends the weights.
                     views = [flat[offset:end][first:last] for flat in flats]
                     gradient, shard = bucket.contents[offset:end][first:last], nn.Parameter(views[active])
                     shards.append(
@@ -132,6 +135,7 @@ class ShardedOptimizer:
 
         It must also see a gradient on a rank without shards.
         """
+        # A scaler looks at the optimizer's gradients alone, and this rank may have none, or only finite ones.
         witness, params = nn.Parameter(torch.zeros(1)), self.optimizer.param_groups[0]["params"]
         witness.grad = torch.where(overflow, torch.inf, 0.0).reshape(1).float()
         params.append(witness)
@@ -150,6 +154,7 @@ class ShardedOptimizer:
 
     def use_next_weights(self) -> None:
         """Make the next set of weights the parameters' values; all ranks' shards of it must have arrived."""
+        # By assigning `data`: the parameters stay the same objects, and no value is copied.
         number = self.transport.next_set
         if number != self.transport.active_set:
             for parameter, views in self._moved:
@@ -158,6 +163,7 @@ class ShardedOptimizer:
         if self._copied:
             with torch.no_grad():
                 parameters: list[Tensor] = [parameter for parameter, _ in self._copied]
+                # Private: one kernel for all copies. torch has no public call for that.
                 torch._foreach_copy_(parameters, [views[number] for _, views in self._copied])
 
     def gradients(self) -> list[Tensor]:
@@ -169,7 +175,7 @@ class ShardedOptimizer:
         for shard in self._shards:
             self.optimizer.state.pop(shard.parameter, None)
         for parameter, _ in self._moved:
-            parameter.data = parameter.data.clone()
+            parameter.data = parameter.data.clone()  # a view would keep the whole buffer alive
         self._moved_of.clear()
         self._copied, self._shards, self._of_buffer = [], [], {}
 
@@ -186,6 +192,7 @@ class ShardedOptimizer:
                 if parameter.data_ptr() != views[active].data_ptr():  # a callback has assigned `parameter.data`
                     parameter.data = views[active].copy_(parameter)
             if following != active:
+                # The optimizer updates in place, and forwards and backwards still read the active set.
                 for start, stop in transport.own_ranges(buffer):
                     sets[following][buffer][start:stop].copy_(sets[active][buffer][start:stop])
             for shard in self._of_buffer[buffer]:
@@ -219,11 +226,12 @@ class ShardedOptimizer:
 
     def full_state(self, comm: Collectives) -> dict[int, dict[str, Any]]:
         """Return the state of every full parameter, by its index in the optimizer. Collective."""
-        own: dict[int, dict[str, Any]] = {}
+        # First what there is, then the tensors: every rank takes part in the reduction of each, also without a shard.
+        local_state: dict[int, dict[str, Any]] = {}
         for shard, state in self._states():
             described = {n: value.dtype if _is_sharded(n, value, shard) else value for n, value in state.items()}
-            own.setdefault(self._indices[id(shard.owner)], {}).update(described)
-        full = _merge_states(comm.all_gather_object(own))
+            local_state.setdefault(self._indices[id(shard.owner)], {}).update(described)
+        full = _merge_states(comm.all_gather_object(local_state))
         for index, state in full.items():
             for name, value in state.items():
                 if isinstance(value, torch.dtype):
@@ -239,19 +247,19 @@ class ShardedOptimizer:
             if id(parameter) in owners:
                 layout = _flat_layout(parameter, parameter.dtype)
                 sharded.task[key] = shard_placeholder(f"task.{names[id(parameter)]}", layout)
-        own: dict[int, dict[str, Any]] = {}
+        local_state: dict[int, dict[str, Any]] = {}
         for shard, state in self._states():
             owner, index = shard.owner, self._indices[id(shard.owner)]
             weights = _in_memory_order(owner)[shard.start : shard.stop]
             sharded.shards.append(TensorShard(f"task.{names[id(owner)]}", weights, shard.start, owner.numel()))
-            entries = own.setdefault(index, {})
+            entries = local_state.setdefault(index, {})
             for key, value in state.items():
                 entries[key] = value
                 if _is_sharded(key, value, shard):
-                    place = f"optimizer.{index}.{key}"
-                    sharded.shards.append(TensorShard(place, value, shard.start, owner.numel()))
-                    entries[key] = shard_placeholder(place, _flat_layout(owner, value.dtype))
-        sharded.optimizers[0]["state"] = _merge_states(comm.all_gather_object(own))
+                    shard_name = f"optimizer.{index}.{key}"
+                    sharded.shards.append(TensorShard(shard_name, value, shard.start, owner.numel()))
+                    entries[key] = shard_placeholder(shard_name, _flat_layout(owner, value.dtype))
+        sharded.optimizers[0]["state"] = _merge_states(comm.all_gather_object(local_state))
         return sharded
 
     def _states(self) -> Iterator[tuple[_ParameterShard, dict[str, Any]]]:
@@ -259,6 +267,7 @@ class ShardedOptimizer:
             yield shard, self.optimizer.state.get(shard.parameter, {})
 
     def _full_tensor(self, owner: nn.Parameter, name: str, dtype: torch.dtype, comm: Collectives) -> Tensor:
+        # A sum with zeros: each element is on one rank, so that none is rounded.
         flat = torch.zeros(owner.numel(), dtype=dtype, device=owner.device)
         for shard, state in self._states():
             if shard.owner is owner and name in state:
@@ -297,6 +306,7 @@ def _flat_layout(owner: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _in_memory_order(parameter: Tensor) -> Tensor:
     """Return the elements of a parameter in the order that they have in flat weights."""
+    # Flat weights keep memory formats such as channels_last: without a copy if the parameter has the same strides.
     shaped = shaped_like(parameter.new_empty(parameter.numel()), parameter)
     if shaped.stride() == parameter.stride():
         return parameter.as_strided((parameter.numel(),), (1,))
@@ -313,5 +323,5 @@ def _shard_of(name: str, value: Any, shard: _ParameterShard) -> Any:
     owner = shard.owner
     if not isinstance(value, (Tensor, StoredTensor)) or name in NEVER_SHARDED or value.shape != owner.shape:
         return in_memory(value)
-    own = elements(value, shard.start, shard.stop, like=_flat_layout(owner, value.dtype))
-    return own.to(owner.device)
+    shard_elements = elements(value, shard.start, shard.stop, like=_flat_layout(owner, value.dtype))
+    return shard_elements.to(owner.device)

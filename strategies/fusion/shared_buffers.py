@@ -71,6 +71,7 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         sent = [(numel, self.reduce_dtype_of(dtype)) for numel, dtype in sizes]
         num_sets = (1 + self.settings.second_weights) * self.settings.sharded
         self.active_set = 0
+        # In one region: weights follow gradients, so the spans of a buffer are known when its weights are made.
         super().allocate([*sent, *(self._sizes * num_sets)])
         for peer, name in zip(self.peers, self.names, strict=True):
             peer.rank = name
@@ -88,10 +89,11 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         return [gradients.result for gradients in self._gradients]
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> SharedBucket:
-        """Return a gradient buffer or, for numbers behind all of them, a weight buffer."""
+        """Return a gradient buffer or, for numbers after all of them, a weight buffer."""
         count = len(self._sizes)
         if number < count:
             numel, dtype = self._sizes[number]
+            # In place, backward writes where the others read, and nothing is copied.
             in_place = self.device.type == "cpu" and flats[self.rank].dtype == dtype
             result = flats[self.rank] if in_place else torch.zeros(numel, dtype=dtype, device=self.device)
             limit = self.num_gradients()[number] if self.settings.sharded else numel
@@ -138,6 +140,7 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
 
     def _span(self, numel: int, element_bytes: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's shard, which starts at a cache line; empty if it is not a server."""
+        # Two servers that write to one cache line would take it from each other at every store.
         line = LINE_BYTES // element_bytes
         shard = -(-numel // self.num_servers // line) * line
         return min(self.rank * shard, numel), min((self.rank + 1) * shard, numel)
@@ -184,7 +187,7 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             assert isinstance(bucket, (GradientBuffer, WeightBuffer))
             if not bucket.is_published and bucket.is_on_host():
                 bucket.is_published = True
-                self.raise_counter(2 * bucket.number, bucket.round)
+                self.raise_counter(2 * bucket.number, bucket.round)  # after the copy, as others read from here on
             if not bucket.is_published or not (bucket.is_summed or self.is_filled(bucket)):
                 break
             if not bucket.is_summed:
@@ -197,6 +200,7 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         between = self.between
         if between is None:
             return None
+        # The exchange steps the optimizer, since sums are complete only after it.
         between.on_summed, between.active_set = self.on_summed, self.active_set
         if isinstance(bucket, WeightBuffer):
             return between.gather_weights(bucket.number % len(self._sizes), where=bucket.where)
@@ -220,6 +224,7 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         return True
 
     def _finish_sharded(self, gradients: GradientBuffer) -> None:
+        # Before the counter is raised: a rank that sees the buffer summed reads its flags.
         if self.rank < self.num_servers:
             gradients.write_flags(self.used_flags(gradients.number), leader=self.rank == 0)
         if self.on_summed is not None:
@@ -252,6 +257,7 @@ class GradientBuffer(InFlightBucket):
         self, owner: SharedBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
     ) -> None:
         self.owner, self.result, self.span = owner, result, span
+        # In chunks, which stay in cache from the sum to the writes.
         shards = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
         super().__init__(number, flats[owner.rank], [list(chunk) for chunk in zip(*shards, strict=True)])
         self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
@@ -291,6 +297,7 @@ class GradientBuffer(InFlightBucket):
 
     def write_flags(self, used: Tensor, *, leader: bool) -> None:
         """Overwrite this rank's flags with `used`; the leader also overwrites those of ranks that are not servers."""
+        # One writer for each rank's flags, although all would write the same.
         servers = self.owner.num_servers
         for view in [self.flag_views[self.owner.rank], *(self.flag_views[servers:] if leader else [])]:
             view.copy_(used)
@@ -298,6 +305,7 @@ class GradientBuffer(InFlightBucket):
     def _memory_of_sums(self) -> Tensor:
         """Return host memory for the sum of this rank's shard, in at least float32."""
         shard = slice(*self.span)
+        # Where the buffer is precise enough, the sum replaces this rank's gradients: no further memory is needed.
         if self.flat.element_size() >= 4:
             return self.flat[shard]
         if self.owner.settings.sharded and self.result.device.type == "cpu":

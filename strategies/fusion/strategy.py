@@ -182,12 +182,13 @@ class FusionStrategy(DDPStrategy):
         assert self.reducer is not None
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self._transport = self._open_transport()
-        self._transport.errors_of = self.reducer.transport.errors_of
+        self._transport.errors_of = self.reducer.transport.errors_of  # set by `super` on the one that is replaced
         is_remote = self.device.type == "cuda" or len(self._hosts.ranks) > 1
         if self.communication_thread is True or (self.communication_thread == "auto" and is_remote):
             self._thread = CommunicationThread(
                 self._transport, failure_store=self.reducer.failure_store, rank=self.comm.rank, device=self.device
             )
+        # Before the first backward, which makes the buckets in the memory of the transport.
         self.reducer.transport.close()
         self.reducer.transport = self._thread or self._transport
 
@@ -202,11 +203,13 @@ class FusionStrategy(DDPStrategy):
         if self.shard_optimizer and self.reducer is not None:
             self._check_no_gradients(self.reducer, phase_optimizers[0])
         if self._sharded is not None:
+            # In full, as the new buffers have other shards; and before the transport with the weights is closed.
             state, owners = self._sharded.full_state(self.comm), self._sharded.parameters
             self._sharded.release()
             self._sharded = None
         super().retrain(task, phase_optimizers)
         self._saved_for = phase_optimizers[0].parameters
+        # By parameter: indices of the old groups are not those of the new ones.
         index_of = {id(parameter): index for index, parameter in enumerate(self._saved_for)}
         by_owner = {id(owners[index]): values for index, values in state.items()}
         self._saved_state = {index_of[owner]: values for owner, values in by_owner.items() if owner in index_of}
@@ -228,6 +231,7 @@ class FusionStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Move parameters out of the buffers and leave the group; may be called twice."""
+        # First the parameters, which are in the memory that `super` releases.
         if self._sharded is not None:
             self._sharded.release()
             self._sharded = None
@@ -249,6 +253,7 @@ class FusionStrategy(DDPStrategy):
         if is_wanted == "auto":
             is_wanted = sum(parameter.nbytes for parameter in self._all_trained) <= MAX_BYTES_IN_BACKWARD
         optimizer = phase_optimizer.optimizer
+        # Private: torch has no public way to ask for them.
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         needs_all_gradients = (
             phase_optimizer.clip.limits
@@ -256,6 +261,7 @@ class FusionStrategy(DDPStrategy):
             or self.precision.scaler is not None
             or has_hooks  # which expect one call for each step
         )
+        # Ranks that gather weights in backward and after it would wait for each other.
         return not self.comm.any_rank(not is_wanted or needs_all_gradients)
 
     # ---- Transport selection
@@ -278,6 +284,7 @@ class FusionStrategy(DDPStrategy):
         if self.servers == "host" and group.size() > 1:
             why = "transport=exchange does not use it" if name == "exchange" else f"it cannot work here: {reason}"
             raise UserError(f"servers=host needs shared memory on each host, but {why}. Set strategy.servers=rank.")
+        # Ranks on hosts of their own have nothing to share, which is no news.
         if name == "auto" and group.rank() == 0 and group.size() > len(hosts.ranks):
             logger.info("buffers are sent through gloo instead of shared memory: %s", reason)
         groups = open_server_groups([range(group.size())], group, own_groups=self._own_groups)
@@ -290,7 +297,7 @@ class FusionStrategy(DDPStrategy):
         groups = open_server_groups(hosts.columns(num_servers), self.comm.group, own_groups=self._own_groups)
         between = None
         if groups is not None and len(hosts.ranks) > 1:
-            between = self._open_exchange(groups, torch.device("cpu"))
+            between = self._open_exchange(groups, torch.device("cpu"))  # its buffers are in shared memory
         return SharedBuffers(
             local,
             names=hosts.ranks_on_host(self.comm.rank),
@@ -349,6 +356,7 @@ class FusionStrategy(DDPStrategy):
     def _step_shard(self, buffer: int) -> None:
         """Update this rank's shards of a buffer's weights."""
         assert self._transport is not None and self._sharded is not None and self._phase_optimizer is not None
+        # May be called on the communication thread, while backward runs.
         used = [bool(count) for count in self._transport.used_flags(buffer).tolist()]
         self._sharded.step_buffer(buffer, used, partial(self._phase_optimizer.update, norm=None))
 
@@ -371,8 +379,9 @@ class FusionStrategy(DDPStrategy):
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         if not self.shard_optimizer:
             return super()._grad_norm(phase_optimizer)
-        own = total_norm(self._sharded_optimizer(phase_optimizer).gradients(), self.device)
-        return self.comm.all_reduce(own.double().square()).sqrt().to(own.dtype)
+        local_norm = total_norm(self._sharded_optimizer(phase_optimizer).gradients(), self.device)
+        # In float64: the square of a norm in float32 overflows above 2e19.
+        return self.comm.all_reduce(local_norm.double().square()).sqrt().to(local_norm.dtype)
 
     def _sharded_optimizer(self, phase_optimizer: PhaseOptimizer) -> ShardedOptimizer:
         """Return this rank's shard of the optimizer, created once the first backward has shown the buffers."""
@@ -388,6 +397,7 @@ class FusionStrategy(DDPStrategy):
         assert self.reducer is not None and self._transport is not None
         where = f"gathering the weights of step {self.reducer.step - 1}"
         transport = self._thread or self._transport
+        # All are started before the first is waited for, so that links stay busy.
         works = [transport.gather_weights(bucket.index, where=where) for bucket in self.reducer.buckets]
         for work in works:
             work.wait()
@@ -410,6 +420,7 @@ class FusionStrategy(DDPStrategy):
         if not self.shard_optimizer:
             super().load_optimizer_state_dict(task, phase_optimizer, saved)
             return
+        # Without the state, which is that of whole parameters: the optimizer would keep all of it on every rank.
         Strategy.load_optimizer_state_dict(self, task, phase_optimizer, {**saved, "state": {}})
         if self._sharded is None:
             self._saved_state, self._saved_for = dict(saved["state"]), phase_optimizer.parameters
@@ -435,5 +446,6 @@ def _why_no_shared_buffers(
         return "every rank is on a different host"
     if servers == "rank" and not hosts.is_even:
         return "hosts have unequal numbers of ranks"
+    # Over all hosts: if one host cannot share memory, all ranks use the other transport.
     reasons = gather(why_no_shared_memory(local, torch.device("cpu")), group)
     return next((reason for reason in reasons if reason is not None), None)
