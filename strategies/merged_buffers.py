@@ -115,9 +115,9 @@ def bounds(values: Tensor, last: Tensor) -> Tensor:
     """Return the changed values and their negatives, shape (2, ...), and elsewhere the lowest number."""
     # The largest of negatives is the negative of the smallest: one reduction gives both, and differing values show.
     values = _wide(values)
-    changed = changed_elements(values, _wide(last))
+    is_changed = changed_elements(values, _wide(last))
     lowest = torch.full_like(values, _lowest(values))
-    return torch.stack([torch.where(changed, values, lowest), torch.where(changed, -values, lowest)])
+    return torch.stack([torch.where(is_changed, values, lowest), torch.where(is_changed, -values, lowest)])
 
 
 def merge(reduced: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:

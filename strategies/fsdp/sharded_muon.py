@@ -102,10 +102,10 @@ class ShardedMuon:
         received = self._exchange(sent, self._sizes_here(matrices), self._sizes_of_own(matrices))
         return received.view(self._shapes[id(matrices[self._rank])]) if self._rank in matrices else received
 
-    def _scattered(self, matrices: Mapping[int, nn.Parameter], whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each matrix with this rank's rows of its tensor, which is `whole` on the owner; collective."""
+    def _scattered(self, matrices: Mapping[int, nn.Parameter], matrix: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each matrix with this rank's rows of its tensor, which is `matrix` on the owner; collective."""
         sizes = self._sizes_here(matrices)
-        received = self._exchange(whole.reshape(-1), self._sizes_of_own(matrices), sizes).split(sizes)
+        received = self._exchange(matrix.reshape(-1), self._sizes_of_own(matrices), sizes).split(sizes)
         for owner, local in matrices.items():
             yield local, received[owner].view(local.shape)
 

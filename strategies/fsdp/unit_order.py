@@ -100,12 +100,12 @@ class UnitOrder:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() - asked < 1.0:  # the question wakes a thread of each rank
                 continue
-            places = [re.search(r"collective (\d+) is ([^,]*)", answer) for answer in failures.positions().values()]
-            for place in places if not failures.store.check(keys) else ():  # or a rank may have gone on
-                if place is not None and (
-                    int(place[1]) > number or (int(place[1]) == number and place[2] != self._text(event))
+            positions = [re.search(r"collective (\d+) is ([^,]*)", answer) for answer in failures.positions().values()]
+            for position in positions if not failures.store.check(keys) else ():  # or a rank may have gone on
+                if position is not None and (
+                    int(position[1]) > number or (int(position[1]) == number and position[2] != self._text(event))
                 ):
-                    raise self._refusal(event, place[2])
+                    raise self._refusal(event, position[2])
             asked = time.monotonic()
             failures.check(where=self._text(event), waited=asked - start, timeout_seconds=self._comm.timeout_seconds)
         # Every rank reads all events, so that all raise or none.

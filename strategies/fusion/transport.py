@@ -87,6 +87,7 @@ class ShardTransport(Transport):
     @property
     def next_set(self) -> int:
         """Index of the weight set that receives gathered weights."""
+        # With one set this is the active one; `max`, as settings that are not sharded have none.
         return (self.active_set + 1) % max(1, len(self.weight_sets))
 
     def copy_to_device(self, buffer: int, source: Tensor, target: Tensor) -> None:
@@ -98,6 +99,7 @@ class ShardTransport(Transport):
     def order_current_stream(self, buffer: int) -> None:
         """Order later work on the current stream after the result of a completed buffer."""
         if buffer in self.copies_back:
+            # The stream waits, not the host. That of the calling thread: each thread has a current stream.
             torch.cuda.current_stream().wait_event(self.copies_back[buffer])
 
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
@@ -121,6 +123,7 @@ def open_server_groups(
     sets: Sequence[Sequence[int]], group: dist.ProcessGroup, *, own_groups: OwnGroups
 ) -> ServerGroups | None:
     """Return the groups of the set that this rank is in, if any. Collective: every rank passes the same sets."""
+    # A set of one rank has nobody to send to. The condition is the same on all ranks, as making groups is collective.
     several = [members for members in sets if len(members) > 1]
     messages, flags = (own_groups.new_of_sets(several, group, backend="gloo") for _ in range(2))
     for members in sets:
@@ -131,6 +134,7 @@ def open_server_groups(
 
 def ordered_sum(shards: list[Tensor]) -> Tensor:
     """Return the sum of all ranks' shards, added in rank order, in at least float32."""
+    # A copy in any case: the first shard may be in the memory of another rank, which others read.
     first, *others = shards
     total = first.to(torch.float32, copy=True) if first.dtype.itemsize < 4 else first.clone()
     for other in others:
