@@ -9,7 +9,7 @@ those of the first replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class MergedBuffers:
                 self._tables[name], self._tensors[name] = owner._buffers, buffer
                 if may_be_merged(owner, buffer):
                     self._last[name] = buffer.clone()
+        self._candidates = list(self._last)
 
     def named(self) -> dict[str, Tensor]:
         """Return the present tensors by name; one that is gone or has another shape is the last that fitted."""
@@ -67,13 +68,12 @@ class MergedBuffers:
         tensors = self.named()
         if comm.world_size == 1 or not tensors:
             return
-        if self._steps < FIRST_STEPS and self._last:
-            names = list(self._last)
-            # By checksums, a few numbers for each buffer; only buffers that differ are reduced in full.
-            rows = comm.all_reduce(summands([[self._present(name)] for name in names])).tolist()
-            merged = [n for n, sums in zip(names, rows, strict=True) if not are_equal(sums, num_ranks=comm.world_size)]
-        else:
-            merged = list(self._last)
+        merged = list(self._last)
+        if self._steps < FIRST_STEPS:
+            merged = self._differing(merged, comm)
+        # Now and then, so that in the long run it costs nothing.
+        elif self._steps & (self._steps - 1) == 0:
+            self._check_others(comm, strategy)
         for name in merged:
             buffer, last = tensors[name], self._last[name]
             if self._present(name).shape != last.shape:  # it grew by the samples of each rank
@@ -98,6 +98,24 @@ class MergedBuffers:
         if self._steps == FIRST_STEPS:
             self._last = {name: self._last[name] for name in self._merged}
 
+    def _differing(self, names: Sequence[str], comm: ProcessGroupCollectives) -> list[str]:
+        """Return the buffers that differ between ranks; collective, and waits for the device."""
+        if not names:
+            return []
+        # By checksums, a few numbers for each buffer; only buffers that differ are reduced in full.
+        rows = comm.all_reduce(summands([[self._present(name)] for name in names])).tolist()
+        return [n for n, sums in zip(names, rows, strict=True) if not are_equal(sums, num_ranks=comm.world_size)]
+
+    def _check_others(self, comm: ProcessGroupCollectives, strategy: str) -> None:
+        """Raise UserError for a buffer that ranks began to write to after the first steps; collective."""
+        for name in self._differing([name for name in self._candidates if name not in self._merged], comm):
+            raise UserError(
+                f"{strategy}: each rank has other values for {name}, a buffer, from its own samples, in step "
+                f"{self._steps + 1} and not in the first {FIRST_STEPS}, which show what is merged. Write to its rows "
+                "from the first step on; or set strategy.broadcast_buffers=false, with which each rank keeps its own "
+                "values; or set strategy=single."
+            )
+
     def check(self, strategy: str) -> None:
         """Raise UserError if ranks have written different values to one element; waits for the device."""
         for name, conflict in self._conflicts.items():
@@ -112,18 +130,24 @@ class MergedBuffers:
 
 
 def bounds(values: Tensor, last: Tensor) -> Tensor:
-    """Return the changed values and their negatives, shape (2, ...), and elsewhere the lowest number."""
+    """Return the changed values and their negatives, shape (2, ...), and elsewhere the lowest number twice.
+
+    A new NaN is above all numbers in both, which no value is: the ranks have no common value.
+    """
     # The largest of negatives is the negative of the smallest: one reduction gives both, and differing values show.
     values = _wide(values)
     is_changed = changed_elements(values, _wide(last))
-    lowest = torch.full_like(values, _lowest(values))
-    return torch.stack([torch.where(is_changed, values, lowest), torch.where(is_changed, -values, lowest)])
+    both = torch.stack([values, -values])
+    if values.is_floating_point():
+        both.nan_to_num_(torch.inf, torch.inf, -torch.inf)  # NaN may be lost in the largest of several values
+    return both.where(is_changed, torch.full_like(values, _lowest(values)))
 
 
 def merge(reduced: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values of whoever has changed them, and which elements were changed to different ones."""
     highest, lowest = reduced[0], -reduced[1]
-    is_changed = highest != _lowest(highest)
+    # In either: a changed value may be the lowest number itself, and then its negative is not.
+    is_changed = (reduced != _lowest(reduced)).any(0)
     return _narrow(torch.where(is_changed, highest, _wide(last)), last), is_changed & (highest != lowest)
 
 

@@ -50,6 +50,30 @@ class BufferOfNaN(BufferByRows):
         return nn.functional.mse_loss(self.c(torch.tanh(self.b(hidden))), targets)
 
 
+class Seen(Layers):
+    """Marks the lanes that it has seen, by minus infinity as in a mask."""
+
+    def finish(self):
+        self.register_buffer("mask", torch.zeros(BATCH_SIZE + 1, dtype=torch.float64))
+        self.mask[BATCH_SIZE] = -torch.inf  # a state that was never finite is not taken for a fault
+
+    def training_step(self, batch):
+        self.mask[batch[2]] = -torch.inf
+        return super().training_step(batch[:2])
+
+
+class BankAfterAWarmUp(Seen):
+    """Begins with its marks in the fourth step."""
+
+    def finish(self):
+        super().finish()
+        self.steps = 0
+
+    def training_step(self, batch):
+        self.steps += 1
+        return super().training_step(batch) if self.steps > 3 else Layers.training_step(self, batch[:2])
+
+
 class AttributeOfTheBatch(Layers):
     """The same with an attribute that has the rows of the last micro-batch."""
 
@@ -110,6 +134,19 @@ def test_rows_that_are_nan_until_they_are_written_have_the_values_of_all_ranks(s
     assert difference({**weights, "state": written}, plain_loop(Layers())) < BOUND
 
 
+@pytest.mark.parametrize("strategy", EVERY)
+def test_any_value_that_a_rank_writes_is_merged(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (trained(strategy, Seen(), data=lanes())["mask"] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "fusion", "fsdp"])
+def test_a_buffer_that_ranks_begin_to_write_to_after_the_first_steps_is_refused(strategy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="mask"):
+        trained(strategy, BankAfterAWarmUp(), data=lanes())
+
+
 @pytest.mark.slow
 def test_a_buffer_by_rows_has_the_values_of_all_replicas_of_a_pipeline(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -139,6 +176,23 @@ def test_a_buffer_that_every_rank_computes_from_its_samples_is_refused(strategy,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="mean"):
         trained(strategy, BufferOfAMean())
+
+
+class MeanAfterAWarmUp(BufferOfAMean):
+    def finish(self):
+        super().finish()
+        self.steps = 0
+
+    def training_step(self, batch):
+        self.steps += 1
+        # Micro-batches count too: from the third step on.
+        return super().training_step(batch) if self.steps > 4 else Layers.training_step(self, batch)
+
+
+def test_a_buffer_that_micro_batches_begin_to_share_after_the_first_steps_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="mean"):
+        trained("single", MeanAfterAWarmUp())
 
 
 class Counted(Layers):

@@ -21,8 +21,6 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.model.carried_state import BufferWrites, shared_by_micro_batches
 from trainkit.strategy import local_state
 
-_FOLLOWED_STEPS = 2  # in which the writes of micro-batches to buffers are compared
-
 
 class ReplicaCheck:
     """Compares the replicas of the task in the first steps, at log points and before saves."""
@@ -48,7 +46,9 @@ class ReplicaCheck:
         if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
             # Private: torch has no public count of writes to a tensor; comparing values would cost a copy and a wait.
             versions = [parameter._version for parameter in self._parameters]
-            with self._shared_buffers_refused() if self._steps <= _FOLLOWED_STEPS else nullcontext():
+            # In steps 1, 2, 4, 8, ...: a buffer may be written to after a warm-up, and copies in every step would cost.
+            is_compared = self._steps & (self._steps - 1) == 0
+            with self._shared_buffers_refused() if is_compared else nullcontext():
                 outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
                 # Only the update may write to a parameter: otherwise later micro-batches have other weights.
