@@ -302,7 +302,7 @@ class PipelineState:
                 del optimizer.state[parameter]
                 continue
             state = optimizer.state[parameter]
-            # Adagrad's constructor makes it, also for a parameter without values; torch's other optimizers begin with 0.
+            # Adagrad's constructor makes it, also for a parameter without values; others begin with 0.
             first_value = groups[id(parameter)].get("initial_accumulator_value", 0.0)
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:  # torch keeps counts of steps in host memory
