@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from trainkit.callback import Callback
 from trainkit.loops.run import Run
-from trainkit.model.flops import steps_of
 from trainkit.model.graph import record_graph
 from trainkit.strategy import check_whole_parameters
 
-from .model_summary import example_batch
+from .model_summary import example_batch, steps_of
 
 
 class ModelGraph(Callback):
@@ -24,6 +23,6 @@ class ModelGraph(Callback):
         if batch is not None:
             # In the precision of the run: casts are operations of the graph too.
             with run.precision.forward():
-                graph = record_graph(run.task, batch, steps=steps_of(run.task, run.phase_optimizers))
+                graph = record_graph(run.task, batch, steps=steps_of(run))
             for destination in run.loggers:
                 destination.write_graph(graph)

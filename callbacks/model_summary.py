@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from trainkit.callback import Callback
 from trainkit.errors import UserError, check_types
 from trainkit.loops.run import Run
-from trainkit.model.flops import StepCost, cost_of_step, steps_of
+from trainkit.model.flops import StepCost, cost_of_step
 from trainkit.optim.lr_schedule import linear_scaling
 from trainkit.report.html import short, size
 from trainkit.run_dir.console import Table, say, show
@@ -54,17 +54,23 @@ class ModelSummary(Callback):
         if batch is None:
             return None
         with run.precision.forward():
-            return cost_of_step(run.task, batch, steps=steps_of(run.task, run.phase_optimizers))
+            return cost_of_step(run.task, batch, steps=steps_of(run))
 
 
 def example_batch(run: Run) -> Any:
     """Return the first batch, on the device; `None` for a stream, a stage of a pipeline, or a task without steps."""
     # A stage holds a part of the task and cannot run the whole step.
     is_complete = len(local_state(run.strategy, run.task)) == len(named_state(run.task))
-    if run.loader is None or not is_complete or not steps_of(run.task, run.phase_optimizers):
+    if run.loader is None or not is_complete or not steps_of(run):
         return None
     example = run.loader.first_micro_batch()
     return example and to_device(example.batch, run.strategy.device, dtype=run.precision.batch_type)
+
+
+def steps_of(run: Run) -> list[str]:
+    """Return the names of the methods that a training step calls; those of a manual task if it declares them."""
+    names = [phase_optimizer.step_name for phase_optimizer in run.phase_optimizers]
+    return [name for name in names if callable(getattr(run.task, name, None))]
 
 
 def summary(task: nn.Module, *, max_rows: int, depth: int = 1, cost: StepCost | None = None) -> Table:

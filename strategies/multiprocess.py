@@ -172,9 +172,17 @@ class MultiProcessStrategy(Strategy):
             from trainkit.distributed.ray_launcher import launch_on_ray
 
             on_gpus = self._device_kind() == "cuda"
-            launch = partial(launch_on_ray, environment=environment_of_caller(self.log_dir), on_gpus=on_gpus)
+            environment = environment_of_caller(self.log_dir)
+            launch = partial(launch_on_ray, environment=environment, on_gpus=on_gpus, saved_step=self._saved_step)
         run = partial(self._run_or_publish, run)
         return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
+
+    def _saved_step(self) -> int:
+        """Return the step of the latest complete checkpoint of the run, -1 without one."""
+        from trainkit.run_dir.resume_auto import latest_complete
+
+        entry = None if self.log_dir is None else latest_complete(self.log_dir)
+        return -1 if entry is None else entry.step
 
     def _device_kind(self) -> str:
         """Return the kind of device of the ranks; a Ray cluster may have GPUs that the caller lacks."""

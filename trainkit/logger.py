@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,27 @@ from trainkit.storage import is_url
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainkit.loggers.media import Histogram
     from trainkit.model.graph import ModelGraph
 
 HyperParameter = str | int | float | bool
 """A leaf of a run's config."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of finite elements between edges."""
+
+    edges: tuple[float, ...]
+    """Ascending; one more than `counts`."""
+    counts: tuple[int, ...]
+    total: float
+    total_of_squares: float
+    num_nonfinite: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        """Finite elements."""
+        return sum(self.counts)
 
 
 class Logger(ABC):

@@ -294,6 +294,7 @@ class PipelineState:
 
     def _keep_own_optimizer_state(self, optimizer: Optimizer, task: nn.Module, device: torch.device) -> None:
         """Drop the state of parameters that other ranks update, and move the rest to `device`."""
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in task.named_parameters():
             if parameter not in optimizer.state:
                 continue
@@ -301,9 +302,12 @@ class PipelineState:
                 del optimizer.state[parameter]
                 continue
             state = optimizer.state[parameter]
+            # Adagrad's constructor makes it, also for a parameter without values; others begin with 0.
+            first_value = groups[id(parameter)].get("initial_accumulator_value", 0.0)
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim() > 0:  # torch keeps counts of steps in host memory
-                    state[key] = torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
+                    on_meta = value.is_meta
+                    state[key] = torch.full_like(value, first_value, device=device) if on_meta else value.to(device)
 
     # ---- Shards
 

@@ -32,7 +32,7 @@ from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.cli import export
 from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import DamagedCheckpoint
-from trainkit.loops.run import Checkpointer
+from trainkit.loops.checkpointer import Checkpointer
 from trainkit.strategy import local_state
 from trainkit.testing import rank_outcomes, run_ranks
 from trainkit.tree import tensors_in

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.phases import PhaseControl
-from trainkit.loops.run import Checkpointer, Run
+from trainkit.loops.run import Run
 from trainkit.loops.worker import prepare_fit
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.run_dir.failure import FILENAME, PHASE_OF_FUNCTION, warnings_kept

@@ -35,7 +35,6 @@ from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
-from trainkit.run_dir.resume_auto import latest_complete
 from trainkit.signals import recorded_signals
 
 T = TypeVar("T")
@@ -91,8 +90,12 @@ def launch_on_ray(
     environment: RankEnvironment,
     signals: Sequence[int],
     on_gpus: bool,
+    saved_step: Callable[[], int],
 ) -> T:
-    """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost."""
+    """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost.
+
+    `saved_step` returns the step of the checkpoint that a new start would resume from, -1 without one.
+    """
     # By value, as actors on other nodes may not be able to import the caller's script.
     payload = pickled((enter, run), main_by_value=True)
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpus else {})}
@@ -106,8 +109,7 @@ def launch_on_ray(
                     value: T = ranks.run(payload, started, received)
                     return value
                 except RayRanksLost as lost:
-                    entry = None if environment.log_dir is None else latest_complete(Path(environment.log_dir))
-                    step = -1 if entry is None else entry.step
+                    step = saved_step()
                     # Without a later checkpoint the next start would end at the same step, and so on forever.
                     if step <= reached or received:
                         raise

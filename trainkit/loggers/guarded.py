@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainkit.logger import HyperParameter, Logger, hyperparameters, truncate
-from trainkit.loggers.media import Histogram
+from trainkit.logger import Histogram, HyperParameter, Logger, hyperparameters, truncate
 from trainkit.model.graph import ModelGraph
 from trainkit.rng import SavedGenerators
 

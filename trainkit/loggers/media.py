@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainkit.errors import UserError
+from trainkit.logger import Histogram
 
 
 def to_uint8_image(image: Tensor) -> Tensor:
@@ -44,23 +44,6 @@ def png(image: Tensor) -> bytes:
     for kind, content in ((b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")):
         file += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
     return file
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Counts of finite elements between edges."""
-
-    edges: tuple[float, ...]
-    """Ascending; one more than `counts`."""
-    counts: tuple[int, ...]
-    total: float
-    total_of_squares: float
-    num_nonfinite: int = 0
-
-    @property
-    def num_elements(self) -> int:
-        """Finite elements."""
-        return sum(self.counts)
 
 
 def histogram_of(values: Tensor, *, bins: int = 64) -> Histogram:

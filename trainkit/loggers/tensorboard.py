@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.logger import HyperParameter, Logger, check_inside_run_dir, truncate
-from trainkit.loggers.media import Histogram, png
+from trainkit.logger import Histogram, HyperParameter, Logger, check_inside_run_dir, truncate
+from trainkit.loggers.media import png
 from trainkit.model.graph import ModelGraph
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.checkpoint.files import write_text
 from trainkit.errors import UserError, nearest
-from trainkit.logger import HyperParameter, Logger, require_package, truncate
-from trainkit.loggers.media import Histogram
+from trainkit.logger import Histogram, HyperParameter, Logger, require_package, truncate
 
 if TYPE_CHECKING:
     from torch import Tensor

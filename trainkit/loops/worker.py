@@ -23,6 +23,7 @@ from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
 from trainkit.duration import total_steps
 from trainkit.errors import Stopped, UserError, rank_exit
+from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.loops.run import Run
@@ -165,6 +166,7 @@ def run_on_rank(
                 remote=config.remote,
                 config=config.yaml,
             )
+            run.checkpointer = Checkpointer(run, resume_optimizer=config.resume_optimizer)
             if run.run_dir is not None and run.is_main:
                 make_run_dir(run.run_dir)
                 # In a separate stack, so that the lock can be exchanged if the folder is made again.
@@ -197,7 +199,6 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
         # Before the data is opened: a rank that moves reads another shard, and draws other random numbers.
         if run.strategy.place_ranks(run.task, run.data.stage_data("train"), saved):
             seed_everything(config.seed + run.strategy.comm.rank)
-    run.checkpointer.resume_optimizer = config.resume_optimizer
     validation = _prepare_data(run, config)
     _check_hooks(run)
     # Before the strategy partitions the task and the restore resizes buffers.

@@ -18,7 +18,6 @@ from trainkit.rng import preserve_rng
 from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
-    from trainkit.optim.optimizer import PhaseOptimizer
     from trainkit.task import TaskModule
 
 
@@ -77,11 +76,6 @@ def cost_of_step(task: TaskModule, batch: Any, *, steps: Sequence[str] = ("train
             cost.flops += of_step.flops
             cost.saved_bytes |= of_step.saved_bytes
     return cost
-
-
-def steps_of(task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> list[str]:
-    """Return the names of the methods that a training step calls; those of a manual task if it declares them."""
-    return [part.step_name for part in phase_optimizers if callable(getattr(task, part.step_name, None))]
 
 
 def _cost_of(step: Callable[[], Any], scopes: list[str], *, storage_addresses: set[int]) -> StepCost:

@@ -197,6 +197,16 @@ def test_a_task_on_the_meta_device_trains_to_the_weights_of_one_process():
     assert _trained(ResNet)[0][1] <= 1e-10
 
 
+class _Accumulating(_Own):
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.1, initial_accumulator_value=0.5)
+
+
+@pytest.mark.slow
+def test_the_state_that_an_optimizer_makes_in_its_constructor_has_its_values():
+    assert _trained(_Accumulating)[0][1] <= 1e-10
+
+
 @pytest.mark.slow
 def test_a_stage_makes_its_own_parameters_only():
     sizes = sum(8 * parameter.numel() for parameter in ResNet().parameters())
