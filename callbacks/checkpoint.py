@@ -20,8 +20,8 @@ from trainkit.errors import (
     check_types,
     nearest,
 )
-from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.run import Run
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
 

@@ -8,7 +8,7 @@ import time
 import torch
 
 from trainkit.callback import Callback
-from trainkit.loops.run import Run
+from trainkit.run import Run
 
 MIB = 2**20
 _STATM = "/proc/self/statm"  # sizes in pages; the second one is the resident memory

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError, check_monitored, check_types, nearest
-from trainkit.loops.run import Run
+from trainkit.run import Run
 
 from .checkpoint import warn_of_mode
 

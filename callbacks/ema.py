@@ -13,7 +13,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.serialization import storage_key
 from trainkit.duration import Duration
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
+from trainkit.run import Run
 from trainkit.strategy import local_state
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ import gc
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
+from trainkit.run import Run
 
 
 class GarbageCollection(Callback):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.run import Run
 from trainkit.strategy import Strategy, check_whole_parameters
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from trainkit.callback import Callback
 from trainkit.duration import Duration
 from trainkit.errors import UserError
-from trainkit.loops.run import Run
 from trainkit.model.transforms import freeze_statistics, frozen_batch_norms
+from trainkit.run import Run
 from trainkit.strategy import local_state
 
 from .gradient_norms import PARTIAL_GRADIENTS, has_full_gradients

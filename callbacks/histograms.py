@@ -8,8 +8,8 @@ from functools import partial
 from trainkit.callback import Callback
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.run import Run
 from trainkit.strategy import check_whole_parameters, local_state
 
 from .gradient_norms import has_full_gradients

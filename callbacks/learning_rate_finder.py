@@ -15,19 +15,19 @@ from typing import Any, Literal
 import torch
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import write_optional
+from trainkit.console import say
 from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError, check_types, nearest
+from trainkit.files import write_optional
 from trainkit.loops.fit_loop import make_phase_step
-from trainkit.loops.phases import PhaseControl
-from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.phases import PhaseControl
 from trainkit.report.charts import Series, chart
 from trainkit.report.html import Section, element, page
 from trainkit.report.record import Curve
 from trainkit.rng import preserve_rng
-from trainkit.run_dir.console import say
+from trainkit.run import Run
 from trainkit.strategy import SupportsPhases, local_state
 from trainkit.tree import map_tensors
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainkit.callback import Callback
-from trainkit.loops.run import Run
 from trainkit.optim.optimizer import SPLIT_FROM
+from trainkit.run import Run
 
 
 class LearningRateMonitor(Callback):

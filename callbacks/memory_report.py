@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import optional_file, write_optional
+from trainkit.console import Table, plain, show
 from trainkit.errors import check_types
-from trainkit.loops.run import Run
+from trainkit.files import optional_file, write_optional
 from trainkit.report.html import size
-from trainkit.run_dir.console import Table, plain, show
+from trainkit.run import Run
 from trainkit.strategy import local_state
 
 

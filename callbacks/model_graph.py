@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainkit.callback import Callback
-from trainkit.loops.run import Run
 from trainkit.model.graph import record_graph
+from trainkit.run import Run
 from trainkit.strategy import check_whole_parameters
 
 from .model_summary import example_batch, steps_of

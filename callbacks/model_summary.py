@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
+from trainkit.console import Table, say, show
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
 from trainkit.model.flops import StepCost, cost_of_step
 from trainkit.optim.lr_schedule import linear_scaling
 from trainkit.report.html import short, size
-from trainkit.run_dir.console import Table, say, show
+from trainkit.run import Run
 from trainkit.strategy import check_whole_parameters, local_state, named_state
 from trainkit.tree import to_device
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import open_new, optional_file, write_optional
+from trainkit.console import Table, say, show
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
+from trainkit.files import open_new, optional_file, write_optional
 from trainkit.model.flops import FlopCount
 from trainkit.profiling import NO_COMMUNICATION
-from trainkit.run_dir.console import Table, say, show
+from trainkit.run import Run
 from trainkit.strategy import SupportsOverlapProfile
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
+from trainkit.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, terminal
 from trainkit.errors import CheckpointError, UserError, check_types
-from trainkit.loops.run import Run
 from trainkit.rng import SavedGenerators
-from trainkit.run_dir.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, terminal
+from trainkit.run import Run
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import optional_file, write_text
 from trainkit.data.batch import MicroBatch
 from trainkit.data.readers import make_reader
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
+from trainkit.files import optional_file, write_text
 from trainkit.rng import preserve_rng
+from trainkit.run import Run
 from trainkit.task import evaluation_mode
 from trainkit.tree import map_tensors
 

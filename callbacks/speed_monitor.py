@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import open_to_append, optional_file
+from trainkit.console import clock, say
 from trainkit.errors import check_types
-from trainkit.loops.run import Run
-from trainkit.loops.step_timer import StepTimer
-from trainkit.run_dir.console import clock, say
+from trainkit.files import open_to_append, optional_file
+from trainkit.run import Run
+from trainkit.step_timer import StepTimer
 
 from .device_stats import resident_bytes
 

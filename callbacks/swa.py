@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError, check_types
-from trainkit.loops.run import Run
+from trainkit.run import Run
 
 from .ema import WeightAveraging
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from trainkit.errors import Stopped as Stopped
     from trainkit.errors import UserError as UserError
     from trainkit.logger import Logger as Logger
-    from trainkit.loops.phases import PhaseControl as PhaseControl
     from trainkit.metrics.metric import Metric as Metric
     from trainkit.model.deferred_init import deferred_init as deferred_init
     from trainkit.optim.lr_schedule import LRSchedule as LRSchedule
     from trainkit.optim.phase import Phase as Phase
+    from trainkit.phases import PhaseControl as PhaseControl
     from trainkit.state import TrainState as TrainState
     from trainkit.strategy import Strategy as Strategy
     from trainkit.task import TaskModule as TaskModule
@@ -46,7 +46,7 @@ _HOMES = {
     "Mixture": "data.mixture",
     "Packed": "data.packing",
     "Phase": "optim.phase",
-    "PhaseControl": "loops.phases",
+    "PhaseControl": "phases",
     "Sequential": "data.mixture",
     "Session": "custom_loop",
     "Shards": "data.opened_shards",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+    from trainkit.run import Run
 
 
 class Callback:

@@ -16,11 +16,11 @@ from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.loops.evaluation_loop import EvaluationLoop
 from trainkit.loops.fit_loop import FitLoop
-from trainkit.loops.run import Run
 from trainkit.loops.worker import evaluation_loop, prepare_fit, run_on_rank
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer_settings import ResumeOptimizer
+from trainkit.run import Run
 from trainkit.storage import local_path
 from trainkit.strategy import StartsRanks, Strategy
 from trainkit.task import TaskModule

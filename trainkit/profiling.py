@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.files import write_optional
+from trainkit.files import write_optional
 
 FILENAME = "timeline.json"
 KINDS = ("forward", "backward", "communication", "blocked", "wait", "optimizer")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from trainkit import registry
 from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import resize_buffers
+from trainkit.console import say
 from trainkit.data.data import Data
 from trainkit.duration import Duration
 from trainkit.errors import TYPES, Stopped, UserError, check_types
@@ -32,7 +33,6 @@ from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
 from trainkit.optim.optimizer_settings import ResumeOptimizer
 from trainkit.optim.precision import Precision
-from trainkit.run_dir.console import say
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
 from trainkit.run_dir.lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job

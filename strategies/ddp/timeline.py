@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.files import write_optional
+from trainkit.files import write_optional
 from trainkit.profiling import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
 from trainkit.profiling import Timeline as DrawnTimeline
 

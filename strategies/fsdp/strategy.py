@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainkit.checkpoint.files import write_optional
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import UserError, nearest
+from trainkit.files import write_optional
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
 from trainkit.model.deferred_init import Record, records_of

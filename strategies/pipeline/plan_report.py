@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainkit.checkpoint.files import write_optional
+from trainkit.files import write_optional
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .graph import TracedGraph

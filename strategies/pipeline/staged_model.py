@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -234,14 +234,24 @@ class StagedModel:
         return partitioned
 
     def first_step_check(
-        self, key: str, task: TaskModule, local_state: Callable[[TaskModule], Mapping[str, Tensor]]
+        self,
+        key: str,
+        task: TaskModule,
+        local_state: Callable[[TaskModule], Mapping[str, Tensor]],
+        *,
+        elsewhere: Collection[str],
     ) -> FirstStepCheck | None:
-        """Return the check of a step that runs for the first time; `local_state` returns the state of this rank."""
+        """Return the check of a step that runs for the first time.
+
+        `local_state` returns the state of this rank, and `elsewhere` are the attributes that have placeholders here.
+        """
         if key in self._checked:
             return None
         self._checked.add(key)
         graph = self.steps[key].graph
-        return FirstStepCheck(task, graph.written | graph.replaced | graph.reset, local_state(task), metrics_in(task))
+        # A step exchanges the placeholders that another phase has left: the rank that has the values checks them.
+        expected = graph.written | graph.replaced | graph.reset | set(elsewhere)
+        return FirstStepCheck(task, expected, local_state(task), metrics_in(task))
 
     def phase_parameters(self, task: nn.Module, phase_optimizer: PhaseOptimizer) -> dict[str, nn.Parameter]:
         """Return by name the parameters that a phase trains and its step uses."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,6 +88,11 @@ class PipelineState:
         self._assigned = {
             name: place_of(task, name) for name in replaced if name in self._places and not self._is_held(name)
         }
+
+    @property
+    def assigned_elsewhere(self) -> Collection[str]:
+        """The attributes and buffers that steps assign on other stages, of which this one has placeholders."""
+        return self._assigned.keys()
 
     def hide_assigned(self) -> None:
         """Make absent what a step has left on this stage in attributes and buffers of other stages."""

@@ -546,7 +546,10 @@ class PipelineStrategy(MultiProcessStrategy):
         actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
         with self.state.absent.readable():
             verification = self._verification(task, executor, step, batches, read_loss)
-        check = self.staged_model.first_step_check(key, task, self.local_state) if batches else None
+        check = None
+        if batches:
+            elsewhere = self.state.assigned_elsewhere
+            check = self.staged_model.first_step_check(key, task, self.local_state, elsewhere=elsewhere)
         # Readable, as hooks of modules of other stages, and copies of attributes for each stage, read the zeros.
         recorded = nullcontext() if verification is None else verification.recorded()
         with self.state.absent.readable(), recorded:

@@ -18,7 +18,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import DamagedCheckpoint, NonFiniteLoss, Stopped, UserError
-from trainkit.loops.run import Run
+from trainkit.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]

@@ -15,8 +15,8 @@ from trainkit import Callback, Data, Trainer, UserError
 from trainkit.cli.main import main
 from trainkit.data.loader import open_loader
 from trainkit.distributed.collectives import Collectives
-from trainkit.loops.step_timer import PARTS, StepTimer
 from trainkit.optim.precision import Precision
+from trainkit.step_timer import PARTS, StepTimer
 from trainkit.testing import run_ranks
 
 
@@ -154,7 +154,7 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(make_trainer, monkeypatch)
     task = _SlowTask()
     task.clock = clock = _Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr("trainkit.loops.step_timer._clock", clock)
+    monkeypatch.setattr("trainkit.step_timer._clock", clock)
 
     def slow_collate(samples):
         clock.sleep(0.03)
@@ -197,7 +197,7 @@ def test_one_step_in_sixteen_is_measured_and_stands_for_the_others(make_trainer,
             if task.reads:
                 measured.append(run.state.step)
 
-    monkeypatch.setattr("trainkit.loops.step_timer._clock", read)
+    monkeypatch.setattr("trainkit.step_timer._clock", read)
     trainer = make_trainer(max_duration="100step", log_every="50step", callbacks=[SpeedMonitor(), Steps()])
     trainer.fit(task, Data(train=regression_data(400), batch_size=4))
     assert measured == [*range(1, 17), 32, 48, 51, 67, 83, 99]

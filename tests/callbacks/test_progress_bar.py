@@ -21,7 +21,7 @@ from trainkit.callbacks.progress_bar import LiveProgress, RunProgress
 
 from tests.callbacks import progress_program
 from tests.program import Program
-from trainkit.loops.run import Run
+from trainkit.run import Run
 from trainkit.state import TrainState
 
 SETTLED_SECONDS = 0.03  # without output; the display is drawn ten times a second

@@ -13,7 +13,7 @@ from trainkit.callbacks.speed_monitor import SpeedMonitor
 from tests.tasks import Recorder, Regression, StopAt, regression_data
 from trainkit import Data
 from trainkit.callback import Callback
-from trainkit.loops.run import Run
+from trainkit.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]

@@ -22,10 +22,10 @@ from torch.utils.data import TensorDataset
 
 from tests.checkpoint.test_store import forge
 from trainkit import Data, TaskModule, Trainer
-from trainkit.checkpoint.files import FileDigest, file_digest
 from trainkit.checkpoint.serialization import HEADER, check_header, payload_bytes, plain
 from trainkit.checkpoint.store import CheckpointStore, Monitor, load_from, resolve
 from trainkit.errors import CheckpointError, UserError
+from trainkit.files import FileDigest, file_digest
 from trainkit.optim.chained_optimizer import ChainedOptimizer
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from trainkit.checkpoint import shard_files, sharded_state
-from trainkit.checkpoint.files import ShardFile
 from trainkit.checkpoint.serialization import check_state_dict
 from trainkit.checkpoint.shard_files import ShardWriter, load_shards
 from trainkit.checkpoint.sharded_state import (
@@ -26,6 +25,7 @@ from trainkit.checkpoint.sharded_state import (
 )
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint
+from trainkit.files import ShardFile
 from trainkit.loops.rollback import is_finite_state
 
 TENSORS = {

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.checkpoint.files import text_digest
 from trainkit.checkpoint.serialization import check_state_dict
 from trainkit.checkpoint.store import (
     CheckpointEntry,
@@ -28,6 +27,7 @@ from trainkit.checkpoint.store import (
     write_manifest,
 )
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError
+from trainkit.files import text_digest
 
 
 def payload_of(step: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_hash_in_the_manifest_is_the_one_that_sha256sum_or_b2sum_prints(tmp_path
 
 @pytest.mark.parametrize("algorithm", ["sha256", "blake2b"])
 def test_either_hash_detects_a_changed_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    monkeypatch.setattr("trainkit.checkpoint.files.fastest_algorithm", lambda: algorithm)
+    monkeypatch.setattr("trainkit.files.fastest_algorithm", lambda: algorithm)
     store = CheckpointStore(tmp_path)
     entry = store.save(payload_of(3), name="a", step=3, epoch=1)
     assert entry.digest.startswith(algorithm)
@@ -469,7 +469,7 @@ def test_pickle_that_holds_code_is_refused_and_never_run(tmp_path: Path, legacy:
 
 
 def test_listed_file_that_holds_code_is_refused_too(tmp_path: Path) -> None:
-    from trainkit.checkpoint.files import file_digest
+    from trainkit.files import file_digest
 
     store = filled(tmp_path, [1.0])
     trap = tmp_path / "trap"
@@ -743,9 +743,9 @@ def test_writers_of_one_folder_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_writer_that_never_ends_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainkit.checkpoint.files import only_writer
+    from trainkit.files import only_writer
 
-    monkeypatch.setattr("trainkit.checkpoint.files._WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("trainkit.files._WAIT_SECONDS", 0.2)
     with only_writer(tmp_path), pytest.raises(CheckpointError, match="another process"):
         CheckpointStore(tmp_path).save(payload_of(0), name="a", step=0, epoch=0)
     CheckpointStore(tmp_path).save(payload_of(0), name="a", step=0, epoch=0)

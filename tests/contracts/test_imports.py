@@ -64,7 +64,7 @@ def test_the_loops_never_ask_which_strategy_they_drive():
     for name in (
         "loops/fit_loop.py",
         "trainer.py",
-        "loops/run.py",
+        "run.py",
         "data/loader.py",
         "metrics/accumulate.py",
         "optim/optimizer.py",

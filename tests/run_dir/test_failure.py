@@ -6,10 +6,10 @@ import pytest
 
 from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_loop import FitLoop
-from trainkit.loops.phases import PhaseControl
-from trainkit.loops.run import Run
 from trainkit.loops.worker import prepare_fit
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.phases import PhaseControl
+from trainkit.run import Run
 from trainkit.run_dir.failure import FILENAME, PHASE_OF_FUNCTION, warnings_kept
 from trainkit.strategy import Strategy
 

@@ -10,11 +10,10 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.sample_writer import SampleWriter
 
 from tests.seams.training import BATCH_SIZE, STEPS, Layers, samples
-from trainkit import Callback, Data, Trainer
-from trainkit.checkpoint import files
-from trainkit.checkpoint.files import file_lock, open_to_append, write_text
+from trainkit import Callback, Data, Trainer, files
 from trainkit.cli.main import main
 from trainkit.errors import UserError
+from trainkit.files import file_lock, open_to_append, write_text
 from trainkit.run_dir.lock import lock_run_dir
 
 

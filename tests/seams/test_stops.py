@@ -71,7 +71,7 @@ def test_early_stopping_ends_training_after_the_evaluation_that_decides(strategy
 
 
 def test_runs_with_our_callbacks_alone_agree_on_no_stop_in_every_step(monkeypatch):
-    from trainkit.loops.run import Run
+    from trainkit.run import Run
 
     emit, asked = Run.emit, []
 

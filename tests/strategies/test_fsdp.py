@@ -36,9 +36,9 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.core.test_phases import Adversarial, Manual, made
+from tests.core.test_phases import samples as adversarial_samples
 from tests.equality import numbers
-from tests.loops.test_phases import Adversarial, Manual, made
-from tests.loops.test_phases import samples as adversarial_samples
 from tests.marks import in_make_zoo
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.ddp.test_strategy import Sizes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.files import start_thread
 from trainkit.checkpoint.serialization import Labels, PayloadVisitor, storage_key
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+from trainkit.files import start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

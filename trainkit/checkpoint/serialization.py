@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
 from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
+from trainkit.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired

@@ -25,17 +25,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from trainkit.checkpoint.files import (
-    ShardFile,
-    disk_error_in,
-    disk_error_text,
-    fastest_algorithm,
-    file_digest,
-    first_line,
-)
 from trainkit.checkpoint.sharded_state import PLACE, StoredChunk, StoredTensor, TensorShard, replace_placeholders
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint
+from trainkit.files import ShardFile, disk_error_in, disk_error_text, fastest_algorithm, file_digest, first_line
 
 T = TypeVar("T")
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from trainkit.checkpoint.async_writer import CpuSnapshot
-from trainkit.checkpoint.files import start_thread
 from trainkit.checkpoint.serialization import Labels
 from trainkit.checkpoint.shard_files import (
     ShardResult,
@@ -33,6 +32,7 @@ from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError
+from trainkit.files import start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.files import first_line
 from trainkit.errors import DamagedCheckpoint
+from trainkit.files import first_line
 
 PLACE = "trainkit_shard"
 """The key of a placeholder under which the name of its tensor stands."""

@@ -27,23 +27,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from trainkit.checkpoint.files import (
-    PART,
-    FileDigest,
-    ShardFile,
-    disk_error_text,
-    existing_folder,
-    fastest_algorithm,
-    file_digest,
-    move,
-    only_writer,
-    part_of,
-    reason,
-    sync_folder,
-    text_digest,
-    write_payload,
-    write_text,
-)
 from trainkit.checkpoint.serialization import (
     DAMAGED_TEXT,
     FORMAT_VERSION,
@@ -66,6 +49,23 @@ from trainkit.checkpoint.serialization import (
 )
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
+from trainkit.files import (
+    PART,
+    FileDigest,
+    ShardFile,
+    disk_error_text,
+    existing_folder,
+    fastest_algorithm,
+    file_digest,
+    move,
+    only_writer,
+    part_of,
+    reason,
+    sync_folder,
+    text_digest,
+    write_payload,
+    write_text,
+)
 from trainkit.storage import local_path
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from trainkit import __version__
+from trainkit.console import log_to_stderr, printable
 from trainkit.errors import RankExit, RemoteRankError, UserError, nearest
-from trainkit.run_dir.console import log_to_stderr, printable
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable  # importlib.resources.abc from Python 3.11 on

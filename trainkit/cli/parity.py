@@ -10,8 +10,8 @@ from trainkit.cli.compose import ConfigComposer, compose_config
 from trainkit.cli.main import Arguments
 from trainkit.cli.overrides import GROUPS
 from trainkit.cli.signatures import signature_of
+from trainkit.console import printable
 from trainkit.errors import Stopped, UserError, nearest
-from trainkit.run_dir.console import printable
 
 _KEYS = ("strategies", "steps", "devices", "device", "tolerance", "json")
 

@@ -21,7 +21,6 @@ from hydra.utils import instantiate
 from torch import nn
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import move, open_new, part_of, sync
 from trainkit.checkpoint.store import CHECKPOINTS, load_from, resolve
 from trainkit.cli.compose import (
     CONFIG_FILE,
@@ -36,14 +35,15 @@ from trainkit.cli.compose import (
 from trainkit.cli.main import Arguments
 from trainkit.cli.signatures import install_hint, with_objects
 from trainkit.cli.validate import ConfigError, Problem, renamed_value
+from trainkit.console import printable
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError, raising_module
+from trainkit.files import move, open_new, part_of, sync
 from trainkit.logger import Logger
 from trainkit.model.deferred_init import deferred_init
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.report.config_diff import ConfigChange, differences
 from trainkit.rng import seed_everything
-from trainkit.run_dir.console import printable
 from trainkit.run_dir.folder import check_writable, choose_run_dir
 from trainkit.run_dir.remote_run import fetch, find_remote_run
 from trainkit.run_dir.resume_auto import find_run_to_resume

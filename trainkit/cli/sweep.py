@@ -25,17 +25,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.checkpoint.files import write_text
 from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, settings_of
 from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
 from trainkit.cli.overrides import Overrides
 from trainkit.cli.run_commands import assemble, new_run_dir, recipe_diff, resume_hint
 from trainkit.cli.signatures import install_hint, is_installed
 from trainkit.cli.validate import ConfigError, Problem
+from trainkit.console import printable
 from trainkit.errors import Stopped, UserError, nearest
+from trainkit.files import write_text
 from trainkit.report.run_report import REPORT, write_page
 from trainkit.report.sweep_report import SWEEP, sweep_report
-from trainkit.run_dir.console import printable
 from trainkit.signals import EXIT_CODES
 from trainkit.storage import local_path
 

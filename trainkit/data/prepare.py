@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
-from trainkit.checkpoint.files import file_lock
+from trainkit.files import file_lock
 
 
 def prepare_folder(folder: Path, *, make: Callable[[Path], None]) -> None:

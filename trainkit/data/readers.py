@@ -25,9 +25,9 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils import worker
 
-from trainkit.checkpoint.files import reason
 from trainkit.data.order import sample_seed
 from trainkit.errors import UserError
+from trainkit.files import reason
 from trainkit.rng import DrawSeeds, rng_state, seed_everything, set_rng_state
 
 _PIPES = 4  # files that the pipes of a worker hold open, and those of all workers together

@@ -35,13 +35,13 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # exported at run time
 
+from trainkit.console import log_to_stderr
 from trainkit.distributed.failure_store import GONE, RankError
 from trainkit.distributed.fork_server import begin_forked_process, start_fork_server
 from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError, rank_exit
-from trainkit.run_dir.console import log_to_stderr
 from trainkit.signals import ALWAYS, recorded_signals
 
 T = TypeVar("T")

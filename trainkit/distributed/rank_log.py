@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from trainkit.checkpoint.files import open_to_append, optional_file
 from trainkit.errors import Stopped, UserError
+from trainkit.files import open_to_append, optional_file
 
 MAX_OPEN_ROWS = 12  # that a display may still change; earlier ones are written
 _TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|(\n)|(\r)|([^\x1b\n\r]+)|\x1b")

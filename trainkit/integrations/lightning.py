@@ -39,7 +39,7 @@ from trainkit.task import OptimizerSpec, StepReturn, TaskModule
 
 if TYPE_CHECKING:
     from trainkit.loops.fit_config import FitConfig
-    from trainkit.loops.phases import PhaseControl
+    from trainkit.phases import PhaseControl
     from trainkit.strategy import Strategy
 
 _LOADERS = {

@@ -28,7 +28,7 @@ from trainkit.strategy import metric_modules
 from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+    from trainkit.run import Run
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
 

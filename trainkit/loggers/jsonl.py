@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainkit.checkpoint.files import open_to_append, write_text
+from trainkit.files import open_to_append, write_text
 from trainkit.logger import Logger, check_inside_run_dir
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 from zlib import crc32
 
-from trainkit.checkpoint.files import write_text
+from trainkit.files import write_text
 from trainkit.logger import HyperParameter, Logger, require_package, truncate
 from trainkit.loggers.media import png
 

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.checkpoint.files import write_text
 from trainkit.errors import UserError, nearest
+from trainkit.files import write_text
 from trainkit.logger import Histogram, HyperParameter, Logger, require_package, truncate
 
 if TYPE_CHECKING:

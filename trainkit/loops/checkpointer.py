@@ -12,11 +12,11 @@ from torch import nn
 
 from trainkit.checkpoint.resized_buffers import RESIZED, Shapes, resize_buffers, resized_names, without_custom_loading
 from trainkit.errors import CheckpointError, UserError
-from trainkit.loops.run import Run, RunCallback
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.optimizer_settings import ResumeOptimizer, difference_text
 from trainkit.rng import rng_state, seed_everything, set_rng_state
+from trainkit.run import Run, RunCallback
 from trainkit.strategy import PlacesRanks, SupportsShardedState
 
 if TYPE_CHECKING:

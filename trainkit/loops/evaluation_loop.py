@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 
 from trainkit.data.loader import BatchLoader
-from trainkit.loops.run import EvaluationProgress, Run
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import detach_metrics
 from trainkit.rng import preserve_rng
+from trainkit.run import EvaluationProgress, Run
 from trainkit.strategy import evaluation_batches, metric_modules
 from trainkit.task import evaluation_mode
 from trainkit.tree import concatenate

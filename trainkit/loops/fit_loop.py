@@ -16,12 +16,12 @@ from trainkit.duration import Interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.followed_state import FollowedState
-from trainkit.loops.phases import PhaseStep, TrainStep, phased_step
 from trainkit.loops.replica_check import ReplicaCheck
 from trainkit.loops.rollback import NonFinitePolicy
-from trainkit.loops.run import Run
 from trainkit.model.registrations import count_registrations
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.phases import PhaseStep, TrainStep, phased_step
+from trainkit.run import Run
 from trainkit.strategy import Strategy, SupportsPhases
 from trainkit.task import TaskModule, begin_training
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from trainkit.data.batch import StepBatch
 from trainkit.errors import UserError
-from trainkit.loops.phases import PhaseStep
-from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.attribute_watch import outline
 from trainkit.model.carried_state import CarriedAttributes, can_be_followed, shared_by_micro_batches, unsaved_buffers
+from trainkit.phases import PhaseStep
+from trainkit.run import Run
 
 logger = logging.getLogger(__name__)
 

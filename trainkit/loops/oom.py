@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.errors import UserError
-from trainkit.loops.phases import PhaseStep
-from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
+from trainkit.phases import PhaseStep
 from trainkit.rng import rng_state, set_rng_state
+from trainkit.run import Run
 from trainkit.strategy import metric_modules
 from trainkit.tree import rows, tree_leaves
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.checksum import are_equal, summands
 from trainkit.errors import UserError
-from trainkit.loops.phases import PhaseStep
-from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.carried_state import BufferWrites, shared_by_micro_batches
+from trainkit.phases import PhaseStep
+from trainkit.run import Run
 from trainkit.strategy import local_state
 
 

@@ -16,8 +16,8 @@ from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.data.loader import BatchLoader
 from trainkit.errors import CheckpointError, NonFiniteLoss
 from trainkit.loops.fit_config import NonfinitePolicy
-from trainkit.loops.run import Run
 from trainkit.metrics.accumulate import WeightedMeans
+from trainkit.run import Run
 from trainkit.strategy import local_state
 from trainkit.task import begin_training
 from trainkit.tree import tensors_in

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
-from trainkit.loops.phases import PhaseStep, TrainStep
 from trainkit.loops.rollback import list_samples
-from trainkit.loops.run import Run
 from trainkit.metrics.step_output import StepOutput
+from trainkit.phases import PhaseStep, TrainStep
+from trainkit.run import Run
 from trainkit.state import TrainState
 from trainkit.strategy import local_state
 

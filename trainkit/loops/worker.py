@@ -17,20 +17,20 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.files import reason
 from trainkit.checkpoint.resized_buffers import buffer_shapes
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
 from trainkit.duration import total_steps
 from trainkit.errors import Stopped, UserError, rank_exit
+from trainkit.files import reason
 from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
-from trainkit.loops.run import Run
 from trainkit.model.compile import compilation_reported
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import configure_optimizers
 from trainkit.rng import seed_everything
+from trainkit.run import Run
 from trainkit.run_dir.failure import record_failure, warnings_kept
 from trainkit.run_dir.folder import clear_summary, make_run_dir, write_config, write_environment, write_summary
 from trainkit.run_dir.lock import lock_run_dir

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.checkpoint.files import write_optional
 from trainkit.errors import UserError, check_types, nearest
+from trainkit.files import write_optional
 from trainkit.model.transforms import modules_named
 
 REPORT = "compile.txt"

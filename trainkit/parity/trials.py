@@ -18,9 +18,9 @@ from trainkit import registry
 from trainkit.callback import Callback
 from trainkit.distributed.pickling import copied
 from trainkit.errors import UserError
-from trainkit.loops.run import Run
 from trainkit.optim.precision import Precision
 from trainkit.rng import seed_everything
+from trainkit.run import Run
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer

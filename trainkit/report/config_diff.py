@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.files import write_text
+from trainkit.files import write_text
 
 FILENAME = "config_diff.json"
 _NOT_COMPARED = ("recipe", "run_dir")

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
-from trainkit.checkpoint.files import open_new
 from trainkit.errors import Stopped
+from trainkit.files import open_new
 from trainkit.report.charts import chart, curve_charts, kind_of, timeline_chart
 from trainkit.report.config_diff import ConfigChange, write_config_diff
 from trainkit.report.html import (

@@ -19,11 +19,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.files import open_to_append, write_optional
-from trainkit.run_dir.console import printable
+from trainkit.console import printable
+from trainkit.files import open_to_append, write_optional
 
 if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+    from trainkit.run import Run
 
 CALLERS = "failure.json"
 FILENAME = "warnings.jsonl"

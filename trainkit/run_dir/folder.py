@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import UninitializedParameter
 
-from trainkit.checkpoint.files import disk_error_text, reason, write_optional, write_text
 from trainkit.errors import UserError
+from trainkit.files import disk_error_text, reason, write_optional, write_text
 
 if TYPE_CHECKING:
-    from trainkit.loops.run import Run
+    from trainkit.run import Run
 
 FILENAME = "environment.json"
 # Limits of a config that is read: few bytes of YAML may stand for values that take hours or all memory to load.

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from trainkit.checkpoint.files import file_lock, write_optional
 from trainkit.errors import UserError
+from trainkit.files import file_lock, write_optional
 
 LOCK = ".lock"
 OWNER = ".owner"

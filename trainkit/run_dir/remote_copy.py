@@ -25,11 +25,11 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from trainkit.checkpoint.files import first_line
 from trainkit.checkpoint.serialization import DAMAGED_TEXT, first_names, shards_folder
 from trainkit.checkpoint.store import CHECKPOINTS
+from trainkit.console import log_to_stderr
 from trainkit.errors import UserError
-from trainkit.run_dir.console import log_to_stderr
+from trainkit.files import first_line
 from trainkit.run_dir.remote_run import LIST, RemoteRun
 from trainkit.storage import error_text
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from trainkit.checkpoint.files import file_lock, part_of, write_text
 from trainkit.checkpoint.serialization import DAMAGED_TEXT, shards_folder
 from trainkit.checkpoint.store import (
     CHECKPOINTS,
@@ -30,6 +29,7 @@ from trainkit.checkpoint.store import (
     write_manifest,
 )
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError
+from trainkit.files import file_lock, part_of, write_text
 from trainkit.run_dir.resume_auto import latest_complete
 from trainkit.storage import check_url, fetched_folder, file_system, store_errors, working_folder
 

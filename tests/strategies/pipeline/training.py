@@ -11,9 +11,9 @@ from trainkit.strategies.single import SingleStrategy
 
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.loops.fit_loop import make_phase_step
-from trainkit.loops.phases import PhaseControl
 from trainkit.optim.optimizer import GradientClipping, configure_optimizers
 from trainkit.optim.precision import Precision
+from trainkit.phases import PhaseControl
 from trainkit.task import has_phases
 from trainkit.tree import map_tensors
 

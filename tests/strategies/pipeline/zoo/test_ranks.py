@@ -44,6 +44,11 @@ def _not_equal(num_ranks, names, *, may_be_small, **settings):
     return unequal
 
 
+@pytest.mark.slow
+def test_a_rank_of_several_stages_has_placeholders_of_what_another_phase_assigns():
+    assert _not_equal(2, ["CountedPhases"], may_be_small=False, schedule="interleaved_1f1b", verify="off") == {}
+
+
 CASES = [(num_ranks, schedule) for num_ranks in (2, 4) for schedule in ("1f1b", "gpipe", "interleaved_1f1b")]
 TURNS = [(2, "gpipe"), (2, "interleaved_1f1b"), (4, "1f1b")]
 """Cases that train a task of three, in the order in which they get them; test_zoo.py has all in one process."""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from trainkit.run_dir.console import Table, clock, number, plain, printable, say
+from trainkit.console import Table, clock, number, plain, printable, say
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
-from trainkit.loops.phases import PhaseStep
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.precision import Precision
+from trainkit.phases import PhaseStep
 from trainkit.strategy import Strategy
 
 PARTS = ("data", "copy", "forward", "backward", "communication", "optimizer", "rest")

@@ -30,8 +30,8 @@ from trainkit.task import TaskModule
 if TYPE_CHECKING:
     from trainkit.checkpoint.resized_buffers import Shapes
     from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
-    from trainkit.loops.step_timer import StepTimer
     from trainkit.profiling import PeakMemoryTracker
+    from trainkit.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
 # Packages whose callbacks request a stop before the first step or in `on_evaluation_end` only: their other hooks need
