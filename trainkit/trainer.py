@@ -77,7 +77,6 @@ class Trainer:
         fused_optimizer: Use fused optimizer kernels where torch has them.
         deferred_init: On the command line, build the task without memory, so that under `fsdp` it is never whole
             anywhere. In Python, build it in `with trainkit.deferred_init():`.
-        keep_freed_memory: On the CPU, let glibc keep the memory that a step frees for the next step.
         no_weight_decay: Parameters without weight decay: `bias`, `norm`, `embedding`, or name patterns.
         freeze: Name patterns of parameters or modules that are not trained; their batch norms keep their statistics.
         activation_checkpointing: Name patterns of modules whose activations are recomputed in backward.
@@ -127,7 +126,6 @@ class Trainer:
         detect_anomaly: bool = False,
         fused_optimizer: bool = True,
         deferred_init: bool = False,
-        keep_freed_memory: bool = True,
         no_weight_decay: Sequence[str] = (),
         freeze: Sequence[str] = (),
         activation_checkpointing: Sequence[str] = (),
@@ -175,7 +173,6 @@ class Trainer:
             deterministic=deterministic,
             detect_anomaly=detect_anomaly,
             fused_optimizer=fused_optimizer,
-            keep_freed_memory=keep_freed_memory,
             no_weight_decay=no_weight_decay,
             on_nonfinite=on_nonfinite,
             max_rollbacks=max_rollbacks,

@@ -1,4 +1,4 @@
-"""Communication hooks: gradients reduced at low rank, or not in every step.
+"""Communication hooks: gradients reduced at low rank, and hooks of the user.
 
 A hook is called as `hook(state, bucket)` and leaves the mean over ranks. These are generators: they yield the works
 that they wait for, and the Reducer resumes them in the order of buckets (see `PendingHook`). PyTorch's hooks, which
@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainkit.errors import UserError, nearest
 
@@ -168,65 +168,10 @@ def _split_into(tensors: Sequence[Tensor], flat: Tensor) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
-@dataclass(slots=True)
-class PeriodicAveraging:
-    """State of local SGD: every rank steps on its own gradients, and parameters are averaged every `period` steps."""
-
-    group: dist.ProcessGroup
-    start_step: int = 100  # before it gradients are averaged in every step
-    period: int = 8  # steps between two averagings of parameters
-    step: int = field(default=0, init=False)
-    weights_differ: bool = field(default=False, init=False)  # between ranks
-
-    def after_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the parameters every `period` steps; collective."""
-        self.step += 1
-        # The first `start_step` updates used the mean of gradients.
-        self.weights_differ = self.step > self.start_step
-        if self.step % self.period == 0:
-            self.average(parameters)
-
-    def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leave the mean over ranks in the parameters, if they differ; collective."""
-        if self.weights_differ:
-            with torch.no_grad():
-                for parameter in parameters:
-                    parameter.copy_(self.mean(parameter))
-        self.weights_differ = False
-
-    def mean(self, parameter: Tensor) -> Tensor:
-        """Return the mean of a parameter over ranks; collective."""
-        mean = parameter.detach().div(self.group.size())  # a copy: after `state_dict` each rank trains on from its own
-        dist.all_reduce(mean, group=self.group)
-        return mean
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps; weights and optimizer of the rank belong to the strategy."""
-        return {"step": self.step, "weights_differ": self.weights_differ}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue after the saved step, with the weights of this rank."""
-        self.step, self.weights_differ = saved["step"], saved["weights_differ"]
-
-    def load_from_ranks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue after the saved step on another number of ranks, with their mean weights."""
-        self.step, self.weights_differ = states[0]["step"], False
-
-
-def local_sgd_hook(state: PeriodicAveraging, bucket: GradBucket) -> HookSteps:
-    """Leave the mean before `start_step`, then the rank's own gradient."""
-    if state.step < state.start_step:
-        yield from average_hook(state.group, bucket)
-    return bucket.buffer()
-
-
 HOOKS: dict[str, Callable[[Any, Any], HookSteps] | None] = {
     "none": None,
     "power_sgd": power_sgd_hook,
-    "local_sgd": local_sgd_hook,
 }
-
-_STATES: dict[str, type[PowerSGD | PeriodicAveraging]] = {"power_sgd": PowerSGD, "local_sgd": PeriodicAveraging}
 
 
 @runtime_checkable
@@ -276,7 +221,7 @@ def make_comm_hook(
     make_state = None if state is None else _import_function("comm_hook_state", state)
     if make_state is None and options:
         raise UserError(
-            f"comm_hook_options={options} belong to power_sgd, local_sgd, or strategy.comm_hook_state; set "
+            f"comm_hook_options={options} belong to power_sgd or to strategy.comm_hook_state; set "
             "comm_hook_state to the import path of a class that is called with the process group and these options."
         )
     try:
@@ -291,8 +236,7 @@ def make_comm_hook(
 
 def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options: Mapping[str, Any]) -> CommHook | None:
     if name in ("bf16", "fp16"):
-        feedback = " strategy.error_feedback=true" if options.get("error_feedback") else ""
-        raise UserError(f"comm_hook={name} is renamed to reduce_dtype; set strategy.reduce_dtype={name}{feedback}.")
+        raise UserError(f"comm_hook={name} is the setting reduce_dtype; type strategy.reduce_dtype={name}.")
     if name not in HOOKS:
         raise UserError(
             f"comm_hook={name!r} is unknown.{nearest(name, HOOKS)} Choose {', '.join(HOOKS)}, or the import path of a "
@@ -302,15 +246,14 @@ def _builtin_hook(name: str, *, state: str | Callable[..., Any] | None, options:
         raise UserError(
             f"comm_hook_state belongs to a custom hook; comm_hook={name} is built in. Omit comm_hook_state."
         )
-    kind = _STATES.get(name)
-    valid = [] if kind is None else [field.name for field in fields(kind) if field.init and field.name != "group"]
+    hook = HOOKS[name]
+    valid = [] if hook is None else [field.name for field in fields(PowerSGD) if field.init and field.name != "group"]
     _check_names(options, valid)
     for option, value in options.items():
         least = 0 if option == "start_step" else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"comm_hook_options.{option} must be a whole number, at least {least}, got {value!r}.")
-    hook = HOOKS[name]
-    return None if hook is None else CommHook(name, hook, kind, options)
+    return None if hook is None else CommHook(name, hook, PowerSGD, options)
 
 
 def _check_names(options: Mapping[str, Any], valid: list[str]) -> None:

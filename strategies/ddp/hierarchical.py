@@ -42,7 +42,6 @@ class HierarchicalTransport(SharedMemoryTransport):
         """Take `names` as the ranks of this host in messages."""
         super().__init__(inside, failure_store=failure_store, timeout_seconds=timeout_seconds, preallocate=False)
         self.names, self.between = names, between
-        self._is_flushed = False  # every bucket of the step has been started
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         flats = super().allocate(sizes)
@@ -51,7 +50,6 @@ class HierarchicalTransport(SharedMemoryTransport):
             peer.rank = name
         # Shards are exchanged in the shared memory itself, without a copy.
         self.between.flats = [bucket.sums for bucket in self.buckets if isinstance(bucket, HostBucket)]
-        self.between.errors_of = None if self.errors_of is None else self._errors_of_shard
         return flats
 
     def close(self) -> None:
@@ -64,7 +62,7 @@ class HierarchicalTransport(SharedMemoryTransport):
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         shared = self.buckets[bucket]
         assert isinstance(shared, HostBucket)
-        shared.where, shared.exchange, self._is_flushed = where, None, False
+        shared.where, shared.exchange = where, None
         return super().start(bucket, where=where, timed=timed)
 
     def progress(self) -> None:
@@ -76,21 +74,7 @@ class HierarchicalTransport(SharedMemoryTransport):
                     break  # shards that hosts exchange in different orders would be added up wrongly
                 bucket.add_up()
                 bucket.exchange = self.between.start(bucket.number, where=bucket.where)
-        # After all shards have started, as on every host: rounded sums are collectives of their own.
-        if self._is_flushed and all(bucket.exchange is not None for bucket in buckets):
-            self.between.flush()
         self.under_way = [bucket for bucket in buckets if not self._try_write(bucket)]
-
-    def flush(self) -> None:
-        self._is_flushed = True
-
-    def _errors_of_shard(self, bucket: int) -> Tensor:
-        assert self.errors_of is not None
-        shared = self.buckets[bucket]
-        assert isinstance(shared, HostBucket)
-        # Offsets count from the start of a bucket, though `sums` is in that of the host's first rank.
-        start = shared.sums.storage_offset() - shared.flat.storage_offset()
-        return self.errors_of(bucket)[start : start + len(shared.sums)]
 
     def _try_write(self, bucket: HostBucket) -> bool:
         if bucket.exchange is None or not bucket.exchange.is_done():

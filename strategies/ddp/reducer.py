@@ -194,7 +194,6 @@ class Reducer:
             if not self._queue.is_complete:
                 self._fill_missing()
             # Only after the last bucket has started, so that every rank has the same order of collectives.
-            self.transport.flush()
             self.reductions.run_hooks(self.buckets)
             for bucket in self.buckets[self._num_completed :]:
                 self._complete(bucket)

@@ -123,8 +123,6 @@ class SharedMemoryTransport(Transport):
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         """Mark this rank's bucket as filled, and sum its shards of buckets that all ranks have filled."""
         shared = self.buckets[bucket]
-        # Sums in memory round nothing: errors are those of sums between hosts, or of a checkpoint.
-        self.add_error(bucket, shared.flat)
         # Counters grow by one a step and are never reset, or a fast rank would reset one that a slow rank still reads.
         shared.round += 1
         self.raise_counter(2 * shared.number, shared.round)

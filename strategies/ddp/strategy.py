@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,19 +22,18 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
-from trainkit.strategy import PhaseTraining, Strategy
+from trainkit.strategy import PhaseTraining
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
 from ..host_layout import HostLayout, host_name
 from ..links import links_of_this_process
 from ..multiprocess import MultiProcessStrategy, RankSettings
-from .bucket import Bucket, GradBucket
+from .bucket import Bucket
 from .bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
-from .comm_hooks import ErrorFeedback, MergedHookState, PeriodicAveraging, PowerSGD, SavedHookState, make_comm_hook
+from .comm_hooks import MergedHookState, PowerSGD, SavedHookState, make_comm_hook
 from .distributed_data_parallel import unreached_parameters
 from .grad_norm import total_norm
-from .half_precision import RoundingErrors
 from .reducer import Reducer, ReducerSettings, Unused
 from .timeline import OverlapMeter, Timeline
 from .transport import CommunicationHook, TransportName
@@ -69,19 +67,13 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         reduce_dtype: Dtype in which gradients are sent and added: their own (`None`), `bf16` or `fp16`. Ranks that
             share memory add theirs exactly first. What overflows in fp16 is infinite, and ends as `on_nonfinite` of the
             Trainer says.
-        error_feedback: With `reduce_dtype`: gradients are added in fp32, and each rank keeps what its rounding loses,
-            of the gradients and of the sums that it sends, for the next step (Seide et al., 2014, "1-bit SGD";
-            Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is then that of the
-            gradients, up to the last errors. For parameters that no rank uses in a step they are lost. Tasks whose
-            `training_step` returns weights are refused, as they are with `power_sgd`.
-        comm_hook: Compression of gradients: `none`, `power_sgd`, `local_sgd`; or a function `hook(state, bucket)`, such
-            as PyTorch's, or its import path.
-        comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`) and `local_sgd` (`start_step`, `period`), or
-            arguments of `comm_hook_state`.
+        comm_hook: Compression of gradients: `none`, `power_sgd`; or a function `hook(state, bucket)`, such as
+            PyTorch's, or its import path. `power_sgd` refuses tasks whose `training_step` returns weights.
+        comm_hook_options: Settings of `power_sgd` (`rank`, `start_step`), or arguments of `comm_hook_state`.
         comm_hook_state: Function that makes the state of a custom hook, called with the process group and
             `comm_hook_options`, or its import path; `None`: the state is the process group.
         optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
-            on CUDA and with `error_feedback` after it.
+            on CUDA after it.
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
             timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 draws one in the report and logs advice.
@@ -108,7 +100,6 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         static_graph: bool = False,
         transport: TransportName = "auto",
         reduce_dtype: Literal["bf16", "fp16"] | None = None,
-        error_feedback: bool = False,
         comm_hook: str | CommunicationHook = "none",
         comm_hook_options: Mapping[str, Any] | None = None,
         comm_hook_state: str | Callable[..., Any] | None = None,
@@ -132,8 +123,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         ):
             if value not in valid:
                 raise UserError(f"{name}={value!r} is unknown.{nearest(value, valid)} Choose {', '.join(valid)}.")
-        self._check_reduce_dtype(reduce_dtype, error_feedback)
-        self.reduce_dtype, self.error_feedback = reduce_dtype, error_feedback
+        if reduce_dtype not in _REDUCE_DTYPES:
+            likely = nearest(str(reduce_dtype), ("bf16", "fp16"))
+            raise UserError(f"reduce_dtype={reduce_dtype!r} is unknown.{likely} Choose null, bf16 or fp16.")
+        self.reduce_dtype = reduce_dtype
         self.settings = ReducerSettings(
             average=False,  # losses are weighted by their fraction of the global batch, so their gradients are summed
             bucket_cap_mb=bucket_cap_mb,
@@ -160,11 +153,8 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._overlap_meter: OverlapMeter | None = None
         self.reducer: Reducer | None = None
         self._hosts = HostLayout(())
-        self._averaging: PeriodicAveraging | None = None
         self._hook_states: dict[str, Any] = {}  # by phase
         self._has_warned = False  # of a hook's state that is not saved
-        self._averaged: dict[str, nn.Parameter] = {}  # by local SGD
-        self._optimizer: Optimizer | None = None  # of local SGD
         self._trains_all = False  # the optimizer has exactly the reduced parameters
         self._bucketwise: BucketwiseOptimizer | None = None
         self._reducers: dict[str, Reducer] = {}  # by phase
@@ -195,19 +185,14 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._reducers[phase_optimizer.phase] = self.reducer
         # Otherwise the norm over the buckets would count gradients that are not clipped.
         self._trains_all = optimizer_ids == {id(p) for _, p in named}
-        if self.error_feedback:
-            errors = self._hook_states[phase_optimizer.phase] = RoundingErrors(comm.group)
-            self.reducer.transport.errors_of = partial(_errors_of, self.reducer, errors.errors)
         if self.comm_hook is not None:
             # One state for each phase: bucket numbers, by which it keeps errors, begin at 0 in each Reducer.
             state = self._hook_states[phase_optimizer.phase] = self.comm_hook.state(comm.group)
             self.reducer.register_hook(state, self.comm_hook.hook)
-            if isinstance(state, PeriodicAveraging):
-                self._averaging, self._averaged, self._optimizer = state, dict(named), phase_optimizer.optimizer
-        if phase_optimizer.phase and (self._averaging is not None or self.optimizer_in_backward):
+        if phase_optimizer.phase and self.optimizer_in_backward:
             raise UserError(
-                "optimizer_in_backward=true and comm_hook=local_sgd need a single optimizer, and this task has phases. "
-                "Set strategy.optimizer_in_backward=false strategy.comm_hook=none."
+                "optimizer_in_backward=true needs a single optimizer, and this task has phases. Set "
+                "strategy.optimizer_in_backward=false."
             )
         if phase_optimizer.needs_closure and (self.comm_hook is not None or self.optimizer_in_backward):
             raise UserError(
@@ -231,13 +216,12 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         """Reduce the gradients of the parameters that require one now; collective."""
         name = next((name for name, parameter in self._untrained.items() if parameter.requires_grad), None)
-        # The new reducers begin with a new state: errors, or weights that differ between ranks, would be lost.
-        if self.comm_hook is not None or self.error_feedback:
+        # The new reducers begin with a new state of the hook: its errors would be lost.
+        if self.comm_hook is not None:
             what = "the parameters of the optimizer changed" if name is None else f"{name} was unfrozen or added"
-            setting = "error_feedback=false" if self.error_feedback else "comm_hook=none"
             raise UserError(
                 f"{what} during the run, and {type(self).__name__} keeps state of the gradients that it began with. "
-                f"Set strategy.{setting}."
+                "Set strategy.comm_hook=none."
             )
         super().retrain(task, phase_optimizers)
         self._overlap_meter = None  # of the present reducers
@@ -278,44 +262,13 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"strategy.{self._divided_by}=false."
             )
 
-    def _check_reduce_dtype(self, reduce_dtype: str | None, error_feedback: bool) -> None:
-        """Raise UserError if the two settings are invalid, or exclude each other or other settings."""
-        if reduce_dtype not in _REDUCE_DTYPES:
-            likely = nearest(str(reduce_dtype), ("bf16", "fp16"))
-            raise UserError(f"reduce_dtype={reduce_dtype!r} is unknown.{likely} Choose null, bf16 or fp16.")
-        if not isinstance(error_feedback, bool):
-            raise UserError(f"error_feedback must be true or false, got {error_feedback!r}.")
-        if error_feedback and reduce_dtype is None:
-            raise UserError(
-                "error_feedback=true keeps what rounding to reduce_dtype loses, and reduce_dtype=null rounds nothing. "
-                "Set strategy.reduce_dtype=bf16, or strategy.error_feedback=false."
-            )
-        if self.auto_micro_batch and error_feedback:
-            raise UserError(
-                "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
-                "error_feedback=true; give strategy.micro_batch_size as a number."
-            )
-
     def _check_rounding(self, phase_optimizer: PhaseOptimizer) -> None:
-        """Raise UserError if rounding to `reduce_dtype`, or its errors, cannot work with the other settings."""
+        """Raise UserError if rounding to `reduce_dtype` cannot work with the other settings."""
         finds_overflow = phase_optimizer.skip_nonfinite or self.precision.scaler is not None
         if self.reduce_dtype == "fp16" and phase_optimizer.clip.value is not None and not finds_overflow:
             raise UserError(
                 "max_grad_value would make finite gradients of those that overflow with reduce_dtype=fp16. Set "
                 "strategy.reduce_dtype=bf16, trainer.on_nonfinite=skip, or trainer.max_grad_norm instead."
-            )
-        if not self.error_feedback:
-            return
-        if phase_optimizer.needs_closure:
-            raise UserError(
-                "LBFGS compares the exact gradients of several evaluations, to which error_feedback=true would add "
-                "errors of earlier ones. Set strategy.error_feedback=false."
-            )
-        narrow = next((p.dtype for p in phase_optimizer.parameters if p.requires_grad and p.itemsize < 4), None)
-        if narrow is not None:
-            raise UserError(
-                f"error_feedback=true does not work for gradients of {narrow}, which are sent as they are and cannot "
-                "hold the errors. Set strategy.error_feedback=false, or trainer.precision=bf16-mixed."
             )
 
     def host(self) -> str:
@@ -354,7 +307,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers, self.reducer, self._tried_hooks = {}, None, None
-        self._hook_states, self._averaging, self._averaged = {}, None, {}
+        self._hook_states = {}
 
     def _new_timeline(self) -> Timeline:
         shares_memory = self.reducer is not None and self.reducer.transport.name == "shared_memory"
@@ -433,23 +386,20 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "optimizer_in_backward=true updates parameters before the sum of the weights that training_step "
                 "returned is known. Set strategy.optimizer_in_backward=false."
             )
-        if self.error_feedback or any(isinstance(state, PowerSGD) for state in self._hook_states.values()):
-            setting, off = ("error_feedback=true", "false") if self.error_feedback else ("comm_hook=power_sgd", "none")
+        if any(isinstance(state, PowerSGD) for state in self._hook_states.values()):
             raise UserError(
-                f"{setting} adds what a step has lost to the gradients of the next one, before the sum of the weights "
-                "that training_step returned is known, by which these are divided. Set "
-                f"strategy.{setting.partition('=')[0]}={off}."
+                "comm_hook=power_sgd adds what a step has lost to the gradients of the next one, before the sum of the "
+                "weights that training_step returned is known, by which these are divided. Set "
+                "strategy.comm_hook=none."
             )
 
     def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:
         """Unscale, clip, update, and clear the gradients; return their global norm if it was needed; collective."""
-        if self._bucketwise is not None:  # every bucket was updated as soon as it was reduced
-            norm = None if phase_optimizer.clip.norm is None else self._grad_norm(phase_optimizer)
-            phase_optimizer.zero_grad()
-        else:
-            norm = Strategy.optimizer_step(self, phase_optimizer)
-        if self._averaging is not None:
-            self._averaging.after_step(list(self._averaged.values()))
+        if self._bucketwise is None:
+            return super().optimizer_step(phase_optimizer)
+        # Every bucket was updated as soon as it was reduced.
+        norm = None if phase_optimizer.clip.norm is None else self._grad_norm(phase_optimizer)
+        phase_optimizer.zero_grad()
         return norm
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
@@ -460,31 +410,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- State
 
-    def replicated(self, task: TaskModule) -> dict[str, Tensor]:
-        """Return all parameters and the buffers that are made equal, but not what local SGD averages now and then."""
-        tensors = super().replicated(task)
-        return tensors if self._averaging is None else {name: tensors[name] for name in tensors.keys() - self._averaged}
-
-    def state_dict(self, task: TaskModule) -> dict[str, Any]:
-        """Return the task's parameters and buffers, under local SGD the mean of parameters; complete on rank 0."""
-        if self._averaging is None or not self._averaging.weights_differ:
-            return super().state_dict(task)
-        # By id, with `keep_vars`: a parameter under two names has two entries and one mean.
-        means = {id(parameter): self._averaging.mean(parameter) for parameter in self._averaged.values()}
-        entries = task.state_dict(keep_vars=True).items()
-        return {
-            name: means.get(id(value), value.detach() if isinstance(value, Tensor) else value)
-            for name, value in entries
-        }
-
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective.
 
-        Under local SGD every rank has the mean of weights afterwards, and a timeline has the links of all ranks.
+        A timeline has the links of all ranks afterwards.
         """
-        # The caller gets the state of rank 0, which must not be the weights of that rank alone.
-        if self._averaging is not None:
-            self._averaging.average(list(self._averaged.values()))
         if self.timeline is not None:
             self.timeline.links = [link for links in gather(links_of_this_process(), self.comm.group) for link in links]
         return super().final_state_dict(task)
@@ -495,19 +425,12 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         if not hooks:
             return {}
         local_state: dict[str, Any] = {"hooks": {phase: state.state_dict() for phase, state in hooks.items()}}
-        # From then on the optimizer's state differs between ranks for good; averaging makes only weights equal.
-        if self._averaging is not None and self._averaging.step > self._averaging.start_step:
-            assert self._optimizer is not None
-            local_state |= {"weights": self._averaged, "optimizer": self._optimizer.state_dict()["state"]}
         # Copied: pickling a view of a bucket would send the memory of the whole bucket.
         local_state = map_tensors(local_state, lambda tensor: tensor.detach().to("cpu", copy=True))
         return {"comm_hook": self._hook_name, "hook_states": self.comm.gather_object(local_state)}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore this rank's state of the communication hook.
-
-        From another number of ranks errors are kept in their sum; under local SGD the mean of weights is.
-        """
+        """Restore this rank's state of the communication hook; from another number of ranks errors keep their sum."""
         states, hooks = saved.get("hook_states"), self._saved_hook_states()
         if not states:
             return
@@ -517,30 +440,24 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             local_state = in_memory(states[self.comm.rank])  # the states of the other ranks stay on the disk
             for phase, hook in hooks.items():
                 hook.load_state_dict(local_state["hooks"][phase])
-            if "weights" in local_state:
-                self._load_own_weights(local_state)
             return
         is_merged = is_same_hook and all(isinstance(hook, MergedHookState) for hook in hooks.values())
         for phase, hook in hooks.items() if is_merged else ():
             assert isinstance(hook, MergedHookState)
             hook.load_from_ranks([in_memory(state["hooks"][phase]) for state in states])
-        if self.comm.is_main and ("weights" in states[0] or not is_merged):
+        if self.comm.is_main and not is_merged:
             logger.warning(
-                "the checkpoint holds communication state of %s on %d ranks, and this run has that of %s on %d: %s.",
+                "the checkpoint holds communication state of %s on %d ranks, and this run has that of %s on %d: that "
+                "state is dropped.",
                 saved["comm_hook"],
                 len(states),
                 name,
                 self.comm.world_size,
-                "it continues from the mean of weights, with the optimizer of rank 0"
-                if "weights" in states[0]
-                else "that state is dropped",
             )
 
     @property
     def _hook_name(self) -> str:
-        """Name of the hook, or dtype of the rounding, whose state checkpoints hold."""
-        if self.error_feedback:
-            return str(self.reduce_dtype)
+        """Name of the hook whose state checkpoints hold."""
         return "none" if self.comm_hook is None else self.comm_hook.name
 
     def _saved_hook_states(self) -> dict[str, SavedHookState]:
@@ -555,19 +472,6 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                     type(state).__name__,
                 )
         return saved
-
-    def _load_own_weights(self, local_state: Mapping[str, Any]) -> None:
-        """Load the weights and the optimizer's state of this rank, which differ from other ranks'."""
-        assert self._optimizer is not None
-        with torch.no_grad():
-            for name, parameter in self._averaged.items():
-                parameter.copy_(local_state["weights"][name])
-        # The parameter groups, with their learning rates, are equal on all ranks and loaded already.
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": local_state["optimizer"]})
-
-
-def _errors_of(reducer: Reducer, errors: ErrorFeedback, bucket: int) -> Tensor:
-    return errors.of(GradBucket(reducer.buckets[bucket], is_last=bucket == len(reducer.buckets) - 1))
 
 
 class BucketwiseOptimizer:

@@ -51,8 +51,6 @@ class Transport(ABC):
     """Sums flat buckets over all ranks, asynchronously; every rank starts the same buckets in the same order."""
 
     name: str
-    errors_of: Callable[[int], Tensor] | None = None
-    """With error feedback: returns what rounding has lost of a bucket's gradients on this rank, (gradients,)."""
 
     @abstractmethod
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -70,21 +68,6 @@ class Transport(ABC):
 
     def progress(self) -> None:
         """Advance the sums under way as far as possible without waiting."""
-
-    def flush(self) -> None:
-        """Start what waits for the last bucket of the step, which has been started."""
-
-    def add_error(self, bucket: int, gradients: Tensor) -> Tensor | None:
-        """Add to a bucket what rounding has lost before, and return the memory of what it loses next, now zeros.
-
-        `None` without error feedback.
-        """
-        if self.errors_of is None:
-            return None
-        error = self.errors_of(bucket)
-        gradients[: len(error)].add_(error)  # flags may follow the gradients
-        # Zeroed also where nothing is rounded: an error that is added again in the next step counts twice.
-        return error.zero_()
 
     def fail(self, message: str) -> None:
         """Report to ranks that wait in this transport why this rank stops."""
@@ -267,16 +250,6 @@ def dtype_sent(dtype: torch.dtype, chosen: torch.dtype | None) -> torch.dtype:
     if chosen is None or not dtype.is_floating_point or dtype.itemsize <= chosen.itemsize:
         return dtype
     return chosen
-
-
-def add_loss(error: Tensor | None, exact: Tensor, rounded: Tensor) -> None:
-    """Add to `error`, if any, what rounding has lost of the gradients in `exact`; flags may follow them.
-
-    Gradients that overflow, or are NaN, lose nothing: they would stay in the error for ever.
-    """
-    if error is not None:
-        lost = exact[: len(error)] - rounded[: len(error)]
-        error.add_(lost.nan_to_num_(0.0, 0.0, 0.0))
 
 
 def _as_tensor(value: Any) -> Tensor:

@@ -8,8 +8,8 @@
 Each server sends to the next one, and sums what it receives with its own: shard i (above a, b, c) is complete on server
 i, and then goes round once more (Patarasuk & Yuan, 2009, "Bandwidth optimal all-reduce algorithms"). So no two servers
 send to the same one, where they would wait for each other, and every link is busy in both directions. gloo's all-reduce
-does this for a whole chunk. Its hops are made here where something happens on the way: a sharded optimizer keeps the
-sums on their servers, and error feedback keeps what each hop rounds.
+does this for a whole chunk. The hops are made here for a sharded optimizer, which updates its shard of the weights from
+the sum between the two rounds: the second one carries weights.
 
 Chunks are launched in the same order on every server, at most `max_in_flight` at a time; the others wait in their
 buffers, so backward never waits for a chunk. The launch of a ring announces all that the chunk will receive, before
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from ..ddp.transport import WaitableWork, WatchedWork, add_loss
+from ..ddp.transport import WaitableWork, WatchedWork
 from ..host_copy import Event, open_host_copier
 from .partition import equal_shards, split_into_chunks
 from .point_to_point import MessageThread, receive, send
@@ -68,7 +68,7 @@ class GlooExchange(ShardTransport):
         self._works: deque[TransferWork] = deque()
         self._gathers: list[GatherWork] = []
         self.changed: threading.Event = threading.Event()
-        self.arrivals, self.returns, self.known_flags = (MessageThread(self.changed) for _ in range(3))
+        self.arrivals, self.known_flags = (MessageThread(self.changed) for _ in range(2))
         self.numbers = {kind: itertools.count() for kind in (_SUM, _WEIGHTS)}  # of transfers, the same on every rank
 
     # ---- Memory
@@ -102,7 +102,7 @@ class GlooExchange(ShardTransport):
         self._in_flight.clear()
         self._works.clear()
         self._gathers.clear()
-        for thread in (self.arrivals, self.returns, self.known_flags):
+        for thread in (self.arrivals, self.known_flags):
             thread.close()
         self.copier.close()
 
@@ -136,11 +136,9 @@ class GlooExchange(ShardTransport):
         ready = ready or self.copier.mark()
         transfers: list[ChunkTransfer] = []
         flags, flat = None, self.flats[bucket]
-        error = self.add_error(bucket, flat)
         if self.world_size > 1:
             for start, stop in self._chunks[bucket]:
-                of_chunk = None if error is None else error[start:stop]
-                transfers.append(ChunkTransfer(self, bucket, flat[start:stop], ready, where, error=of_chunk))
+                transfers.append(ChunkTransfer(self, bucket, flat[start:stop], ready, where))
             # In full on every rank: each server updates shards, and must know which parameters any rank has used.
             if self.settings.sharded and self.flags[bucket].numel():
                 all_reduce = dist.all_reduce(self.flags[bucket], group=self.groups.flags, async_op=True)
@@ -254,9 +252,7 @@ class RingTransfer:
         is_last = hop == len(self._received) - 1
         # A hop needs no more than what it receives. The last one waits for all sends too, which read memory until then.
         works = [*self._receives[hop], *self._sends] if is_last else self._receives[hop]
-        # A thread waits in order: with one, the next chunk's sums would wait for the returns of this one.
-        thread = exchange.arrivals if hop < exchange.world_size - 1 else exchange.returns
-        self._work = exchange.with_timeout(thread.watch(works), self.where)
+        self._work = exchange.with_timeout(exchange.arrivals.watch(works), self.where)
 
     def advance(self) -> bool:
         """Advance as far as possible without waiting; return True if the transfer is complete."""
@@ -278,52 +274,33 @@ class RingTransfer:
 
     def _tag(self, hop: int) -> int:
         # All ranks number transfers in the same order, so that sender and receiver agree on a tag without a message.
-        hops = 2 * (self.exchange.world_size - 1)
+        hops = self.exchange.world_size - 1
         return 2 * ((hops * self.number + hop) % _NUM_TAGS) + self.kind
 
 
 class ReduceRing(RingTransfer):
-    """The sums of a chunk's shards, each complete on its server or, unless settings are sharded, on all of them."""
+    """The sums of a chunk's shards, each complete on its server, for a sharded optimizer."""
 
-    def __init__(
-        self, exchange: GlooExchange, chunk: Tensor, sent: Tensor, where: str, *, error: Tensor | None
-    ) -> None:
-        """Take what is `sent` of the chunk, and announce what is received; `error` takes what rounding loses."""
+    def __init__(self, exchange: GlooExchange, chunk: Tensor, sent: Tensor, where: str) -> None:
+        """Take what is `sent` of the chunk, and announce what is received."""
         super().__init__(exchange, _SUM, where)
-        self.chunk, self.error, self.sizes = chunk, error, equal_shards(len(chunk), exchange.world_size)
+        self.chunk, self.sizes = chunk, equal_shards(len(chunk), exchange.world_size)
         self._shards = sent.split(self.sizes)
-        num_others = exchange.world_size - 1
-        indices = [self._index(hop) for hop in range(num_others)]
-        sizes = [self.sizes[index] for index in indices]
+        sizes = [self.sizes[self._index(hop)] for hop in range(exchange.world_size - 1)]
         # Memory of its own for each hop: all receives are announced before the first of them is added.
-        received = list(sent.new_empty(sum(sizes)).split(sizes))
-        if not exchange.settings.sharded:  # sums replace the gradients, which have been sent by then
-            received += [self._shards[self._index(hop)] for hop in range(num_others, 2 * num_others)]
-        self.announce(received)
+        self.announce(list(sent.new_empty(sum(sizes)).split(sizes)))
 
     def start(self) -> None:
         """Send the first shard, once the chunk is in host memory."""
         self.send(self._shards[self._index(-1)])
 
     def arrive(self, hop: int, received: Tensor) -> Tensor:
-        exchange = self.exchange
-        if hop >= exchange.world_size - 1:
-            return received  # a sum
         index = self._index(hop)
-        local_shard = self._shards[index]
-        if index == exchange.rank and exchange.settings.sharded:  # complete, and not sent: it need not be rounded
-            total = ordered_sum([received, local_shard])
-            self.chunk.split(self.sizes)[index].copy_(total)
-            return total
-        rounded = local_shard if index == exchange.rank else received
-        if self.error is None:
-            return torch.add(received, local_shard, out=rounded)  # which adds in float32
-        total = ordered_sum([received, local_shard])
-        rounded.copy_(total)
-        # Kept by the rank that rounds: what each hop loses of a sum is in no other rank's error.
-        first = sum(self.sizes[:index])
-        add_loss(self.error[first : first + len(local_shard)], total, rounded)
-        return rounded
+        if index != self.exchange.rank:
+            return torch.add(received, self._shards[index], out=received)  # which adds in float32
+        total = ordered_sum([received, self._shards[index]])  # complete, and not sent: it need not be rounded
+        self.chunk.split(self.sizes)[index].copy_(total)
+        return total
 
     def _index(self, hop: int) -> int:
         """Return the index of the shard that a hop receives; it sends that of the hop before."""
@@ -354,18 +331,8 @@ class AllReduce:
 class ChunkTransfer:
     """The transfer of one chunk to the servers and back: copy to the host, sum on the way, return."""
 
-    def __init__(
-        self,
-        exchange: GlooExchange,
-        buffer: int,
-        chunk: Tensor,
-        ready: Event,
-        where: str,
-        *,
-        error: Tensor | None,
-    ) -> None:
+    def __init__(self, exchange: GlooExchange, buffer: int, chunk: Tensor, ready: Event, where: str) -> None:
         self.exchange, self.buffer, self.chunk, self.ready, self.where = exchange, buffer, chunk, ready, where
-        self.error = error  # what rounding loses of the chunk on this rank, None without error feedback
         self.is_sent = self.is_complete = False
         self.sent = chunk
         self.copy: Event = None  # to the host
@@ -379,9 +346,8 @@ class ChunkTransfer:
             # Here, not in `start`: only chunks in flight take memory for a copy.
             self.sent = exchange.copier.empty(len(chunk), dtype)
             self.copy = exchange.copier.to_host(chunk, self.sent, after=self.ready)
-            add_loss(self.error, chunk, self.sent)
-        if exchange.settings.sharded or self.error is not None:
-            self._sum = ReduceRing(exchange, chunk, self.sent, self.where, error=self.error)
+        if exchange.settings.sharded:
+            self._sum = ReduceRing(exchange, chunk, self.sent, self.where)
         else:
             self._sum = AllReduce(exchange, self.sent, self.where)
 

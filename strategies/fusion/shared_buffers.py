@@ -21,7 +21,6 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from ..ddp.shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
-from ..ddp.transport import add_loss
 from ..host_copy import Event, open_host_copier
 from .exchange import GlooExchange
 from .transport import FusionSettings, ShardTransport, ShardWork, ordered_sum
@@ -85,7 +84,6 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
                 flags=[torch.zeros_like(gradients.flag_views[0]) for gradients in self._gradients],
                 weight_sets=[[weights.own for weights in of_set] for of_set in self._weights],
             )
-            self.between.errors_of = None if self.errors_of is None else self._errors_of_shard
         return [gradients.result for gradients in self._gradients]
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> SharedBucket:
@@ -134,10 +132,6 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             total += (stop - start) * (self.world_size - 1) * (read + written)
         return total
 
-    def _errors_of_shard(self, buffer: int) -> Tensor:
-        assert self.errors_of is not None
-        return self.errors_of(buffer)[slice(*self._gradients[buffer].span)]
-
     def _span(self, numel: int, element_bytes: int) -> tuple[int, int]:
         """Return (start, stop) of this rank's shard, which starts at a cache line; empty if it is not a server."""
         # Two servers that write to one cache line would take it from each other at every store.
@@ -149,11 +143,9 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
 
     def start(self, bucket: int, *, where: str, timed: bool = False, ready: Event = None) -> ShardWork:
         gradients = self._gradients[bucket]
-        gradients.error = self.add_error(bucket, gradients.result)
         if gradients.flat is not gradients.result:
             ready = ready or self.copier.mark()
             gradients.copy = self.copier.to_host(gradients.result, gradients.flat, after=ready)
-            add_loss(gradients.error, gradients.result, gradients.flat)
         return self._begin(gradients, where)
 
     def gather_weights(self, buffer: int, *, where: str) -> ShardWork:
@@ -251,7 +243,7 @@ class InFlightBucket(SharedBucket):
 class GradientBuffer(InFlightBucket):
     """Gradients of which each server sums its shard."""
 
-    __slots__ = ("copy", "error", "flag_views", "owner", "result", "span", "sums")
+    __slots__ = ("copy", "flag_views", "owner", "result", "span", "sums")
 
     def __init__(
         self, owner: SharedBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
@@ -262,7 +254,6 @@ class GradientBuffer(InFlightBucket):
         super().__init__(number, flats[owner.rank], [list(chunk) for chunk in zip(*shards, strict=True)])
         self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
         self.copy: Event = None  # to the host
-        self.error: Tensor | None = None  # that rounding makes in this round
         self.sums = self._memory_of_sums()
 
     def is_on_host(self) -> bool:
@@ -278,9 +269,6 @@ class GradientBuffer(InFlightBucket):
                 _add_up(chunk, total)
                 if writes:
                     _write(total, chunk)
-        if writes and self.error is not None:
-            shard = slice(*self.span)
-            add_loss(self.error[shard], self.sums, self.flat[shard])
 
     def write(self) -> None:
         """Leave the sum of this rank's shard in all buffers of the host."""

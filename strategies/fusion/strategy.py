@@ -61,17 +61,11 @@ class FusionStrategy(DDPStrategy):
 
     Args:
         buffer_mb: Size of a buffer in MiB, sent through gloo in chunks of at most 1 MiB for each server (a quarter of
-            it with `shard_optimizer` or `error_feedback`); `None`: 4, and between hosts a sixteenth of the gradients,
-            from 1 to 4.
+            it with `shard_optimizer`); `None`: 4, and between hosts a sixteenth of the gradients, from 1 to 4.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
             are summed in place, and this has no effect.
         reduce_dtype: Dtype in which gradients and sums are sent: their own (`None`), `bf16` or `fp16`. Inside a host
             they are added in fp32. What overflows in fp16 is infinite, and ends as `on_nonfinite` of the Trainer says.
-        error_feedback: With `reduce_dtype`: each rank keeps what its rounding loses, of the gradients and of the sums
-            that it sends, and adds it to what it sends next of the same elements (Seide et al., 2014, "1-bit SGD";
-            Karimireddy et al., 2019, "Error feedback fixes SignSGD"). The sum of all steps is then that of the
-            gradients, up to the last errors. For parameters that no rank uses in a step they are lost. Tasks whose
-            `training_step` returns weights are refused.
         transport: `auto`, `shared_memory` (inside each host) or `exchange` (gloo only).
         servers: `rank`: every rank is a server; `host`: the first rank of each host.
         communication_thread: Move buffers on a separate thread while backward runs, instead of on backward's own thread
@@ -94,7 +88,6 @@ class FusionStrategy(DDPStrategy):
         buffer_mb: float | None = None,
         max_in_flight: int = 4,
         reduce_dtype: Literal["bf16", "fp16"] | None = None,
-        error_feedback: bool = False,
         transport: Literal["auto", "shared_memory", "exchange"] = "auto",
         servers: Servers = "rank",
         communication_thread: Literal["auto"] | bool = "auto",
@@ -118,7 +111,6 @@ class FusionStrategy(DDPStrategy):
             find_unused_parameters=find_unused_parameters,
             transport="process_group",  # until prepare_optimizer replaces it
             reduce_dtype=reduce_dtype,
-            error_feedback=error_feedback,
             broadcast_buffers=broadcast_buffers,
             record_timeline=record_timeline,
             timeout_seconds=timeout_seconds,
@@ -144,7 +136,7 @@ class FusionStrategy(DDPStrategy):
         self.communication_thread = communication_thread
         self.shard_optimizer = shard_optimizer
         self.fusion_settings = FusionSettings(
-            _LARGEST_MESSAGE if shard_optimizer or error_feedback else _LARGEST_SHARD,
+            _LARGEST_MESSAGE if shard_optimizer else _LARGEST_SHARD,
             max_in_flight,
             self.settings.reduce_dtype,
             shard_optimizer,
@@ -176,13 +168,10 @@ class FusionStrategy(DDPStrategy):
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
             references_to(task, phase_optimizer.parameters, moved="which shard_optimizer=true moves to its buffers")
-        if self.error_feedback and self.device.type != "cpu":
-            raise UserError("error_feedback=true works on the CPU only; set strategy.error_feedback=false.")
         super().prepare_optimizer(task, phase_optimizer)
         assert self.reducer is not None
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self._transport = self._open_transport()
-        self._transport.errors_of = self.reducer.transport.errors_of  # set by `super` on the one that is replaced
         is_remote = self.device.type == "cuda" or len(self._hosts.ranks) > 1
         if self.communication_thread is True or (self.communication_thread == "auto" and is_remote):
             self._thread = CommunicationThread(

@@ -82,16 +82,13 @@ def test_the_search_restores_everything_on_several_devices_of_one_process(make_t
     assert_same_bits(searched, plain)
 
 
-ROUNDED: dict[str, Any] = {"reduce_dtype": "bf16", "error_feedback": True, "transport": "process_group"}
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": lambda: DDPStrategy(device="cpu"),
     "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
-    "ddp, rounded": lambda: DDPStrategy(device="cpu", **ROUNDED),
     "power_sgd": lambda: DDPStrategy(
         device="cpu", comm_hook="power_sgd", comm_hook_options={"rank": 1, "start_step": 2}
     ),
     "fusion": lambda: FusionStrategy(device="cpu"),
-    "fusion, rounded": lambda: FusionStrategy(device="cpu", **ROUNDED | {"transport": "exchange"}),
     "pipeline": lambda: PipelineStrategy(stages=2, device="cpu", accumulate=2),
 }
 

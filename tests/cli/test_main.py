@@ -92,8 +92,6 @@ def test_recipes_are_listed_with_the_extra_that_each_needs(capsys):
 
 def test_a_mistyped_command_or_option_is_named_with_the_nearest(capsys):
     assert "Did you mean 'fit'?" in _errors(capsys, "fti")
-    assert "renamed to 'explain'" in _errors(capsys, "config")
-    assert "renamed to checkpoint=PATH" in _errors(capsys, "validate", "run=run")
     assert "Did you mean '--config-dir'?" in _errors(capsys, "fit", "--config-dri", "x")
 
 

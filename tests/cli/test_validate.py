@@ -11,7 +11,7 @@ import yaml
 from trainkit.cli.compose import compose_config
 from trainkit.cli.main import main
 from trainkit.cli.signatures import EXTRAS
-from trainkit.cli.validate import RENAMED, ConfigError, missing_device, renamed_value, unknown_choice, unknown_key
+from trainkit.cli.validate import ConfigError, missing_device
 from trainkit.errors import UserError
 
 QUIET = ["callbacks=[]", "logger=[]"]
@@ -356,18 +356,6 @@ def test_a_missing_device_is_reported_with_the_last_that_exists(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert missing_device("cuda:1") is None
     assert "has 2 CUDA device(s); set strategy.device=cuda:1" in str(missing_device("cuda:2"))
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_renamed_key_is_answered_with_its_new_name(old, new):
-    name = new.rpartition(".")[2]
-    assert str(unknown_key(old, [name], all_keys=[new])) == f"{old}: renamed to {new}."
-
-
-def test_renamed_choices_and_values_are_answered_with_their_new_name():
-    assert unknown_choice("callbacks", "functions", ["lambda_callback"]) == "'functions' is renamed to lambda_callback."
-    assert renamed_value("strategy.transport", "group") == "'group' is renamed to process_group."
-    assert renamed_value("strategy.schedule", "gpipe") is None
 
 
 def test_a_parameter_whose_type_only_a_type_checker_imports_accepts_anything(tmp_path):

@@ -1,16 +1,16 @@
 """Shards that a function opens, and the datasets of webdataset and MosaicML."""
 
+import json
 import random
 from collections import Counter
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from tests.data.test_dataset_shards import ThreadRanks, joined, opened, workers_in_this_process
 from tests.data.test_loader import loader_of
 from tests.tasks import FakeRank
 from trainkit import Data, Shards, UserError
-from trainkit.data import opened_shards
 
 # webdataset leaves it to python to close the files.
 pytestmark = pytest.mark.filterwarnings(
@@ -121,107 +121,34 @@ def test_fewer_shards_than_asked_for_are_read_in_sequence():
 # ---- webdataset
 
 
-@pytest.fixture
-def tars(tmp_path):
-    """Write four tar files of eight samples; return their URLs."""
+def test_a_tar_file_is_a_shard(tmp_path):
     wds = pytest.importorskip("webdataset")
     for shard in range(4):
         with wds.TarWriter(str(tmp_path / f"{shard}.tar")) as tar:
             for index in range(8):
                 tar.write({"__key__": f"{index:03}", "x.json": 1000 * shard + index})
-    return f"{tmp_path}/{{0..3}}.tar"
 
+    def open_tar(url):
+        return (json.loads(sample["x.json"]) for sample in wds.tarfile_to_samples()([{"url": url}]))
 
-WHOLE = [1000 * shard + index for shard in range(4) for index in range(8)]
-
-
-def web(urls, *, shuffled=True, **settings):
-    import webdataset as wds
-
-    dataset = wds.WebDataset(urls, shardshuffle=False, **settings)
-    return (dataset.shuffle(6) if shuffled else dataset).decode().to_tuple("x.json")
-
-
-@pytest.mark.parametrize("splitter", ["split_by_node", "single_node_only", None])
-def test_a_webdataset_is_read_once_over_ranks_and_workers(tars, splitter, monkeypatch):
-    import webdataset as wds
-
-    splits = {} if splitter is None else {"nodesplitter": getattr(wds, splitter)}
-    whole = read(FakeRank(), web(tars, **splits))
-    assert sorted(joined(whole)) == WHOLE
-    monkeypatch.setenv("RANK", "1")  # as a rank of two sees them
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    shards = Shards(open_tar, [f"{tmp_path}/{shard}.tar" for shard in range(4)])
+    whole = read(FakeRank(), shards)
+    assert sorted(joined(whole)) == [1000 * shard + index for shard in range(4) for index in range(8)]
     with workers_in_this_process():
-        ranks = ThreadRanks(2).run(lambda strategy: read(strategy, web(tars, **splits), num_workers=2))
-    for first, second, both in zip(*ranks, whole, strict=True):
-        assert sorted(first + second) == sorted(both)
+        ranks = ThreadRanks(2).run(lambda strategy: read(strategy, shards, num_workers=2))
+    assert [sorted(first + second) for first, second in zip(*ranks, strict=True)] == [sorted(both) for both in whole]
 
 
-def test_the_shuffles_of_a_webdataset_follow_from_seed_epoch_and_shard(tars):
-    import webdataset as wds
-
-    def deterministic():
-        stages = (wds.tarfile_to_samples(), wds.detshuffle(6), wds.decode(), wds.to_tuple("x.json"))
-        return wds.DataPipeline(wds.SimpleShardList(tars), wds.split_by_node, *stages)
-
-    for make in (lambda: web(tars), deterministic):
-        whole = read(FakeRank(), make())
-        assert read(FakeRank(), make()) == whole
-        assert read(FakeRank(), make(), num_workers=2) == whole
-        assert sorted(joined(read(FakeRank(), make(), epoch=1))) == sorted(joined(whole))
-        assert read(FakeRank(), make(), epoch=1) != whole
-        saved = read(FakeRank(), make(), stop=3)
-        assert read(FakeRank(), make(), num_workers=1, position=12, saved=saved) == whole[3:]
-
-
-def test_a_single_tar_file_and_an_empty_one_are_read(tars, tmp_path):
-    import webdataset as wds
-
-    one = joined(read(FakeRank(), web(f"{tmp_path}/2.tar")))
-    assert sorted(one) == WHOLE[16:24]
-    assert [joined(read(FakeRank(rank, 2), web(f"{tmp_path}/2.tar"))) for rank in range(2)] == [one[::2], one[1::2]]
-    wds.TarWriter(str(tmp_path / "3.tar")).close()
-    assert sorted(joined(read(FakeRank(), web(tars)))) == WHOLE[:24]
-
-
-def test_many_tar_files_are_read_in_groups(tars, monkeypatch):
-    monkeypatch.setattr(opened_shards, "_MOST_OPEN", 3)
-    loader = opened(web(tars, shuffled=False), FakeRank(), batch_size=4)
-    assert loader.stage_data.dataset.num_shards == 3
-    assert sorted(joined(read(FakeRank(), web(tars)))) == WHOLE
-
-
-def test_an_evaluation_of_a_webdataset_has_each_sample_once(tars):
-    for limit in (None, 100):
-        loaders = [opened(web(tars), FakeRank(r, 2), batch_size=4, stage="validation", limit=limit) for r in range(2)]
-        batches = [micro_batch for loader in loaders for micro_batch in loader.batches()]
-        assert sorted(joined(map(of, batches))) == WHOLE
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lambda dataset: dataset.with_epoch(10), r"with with_epoch.*max_duration"),
-        (lambda dataset: dataset.repeat(2), r"with with_epoch.*repeat"),
-        (lambda dataset: dataset.batched(4), r"makes batches; remove batched"),
-        (lambda dataset: dataset.slice(4), r"with slice.*limit_train_batches"),
-        (lambda dataset: DataLoader(dataset, batch_size=None), "makes batches"),
-    ],
-)
-def test_what_counts_the_samples_of_a_whole_webdataset_is_refused(change, match, tars):
-    with pytest.raises(UserError, match=rf"the train data is a WebDataset of webdataset.*{match}"):
-        loader_of(Data(train=change(web(tars)), batch_size=None if match == "makes batches" else 4))
-
-
-def test_shards_of_webdataset_that_are_drawn_are_refused(tars):
-    import webdataset as wds
-
-    with pytest.raises(UserError, match="begins with a ResampledShards, which is not a list of shards"):
-        loader_of(Data(train=wds.WebDataset(tars, resampled=True, shardshuffle=False), batch_size=4))
-    with pytest.raises(UserError, match="a WebLoader of webdataset that begins with a DataLoader"):
-        loader_of(Data(train=wds.WebLoader(web(tars), batch_size=None), batch_size=4))
-    with pytest.raises(UserError, match="open_shard returned a dataset of webdataset; pass the whole one to Data"):
-        read(FakeRank(), Shards(web, [tars, tars]))
+def test_a_webdataset_is_refused():
+    wds = pytest.importorskip("webdataset")
+    dataset = wds.WebDataset("0.tar", shardshuffle=False)
+    remedy = r"WebDataset of webdataset, which divides.*trainkit\.Shards\(open_shard, urls\).*tarfile_to_samples"
+    with pytest.raises(UserError, match=rf"the train data is a {remedy}"):
+        loader_of(Data(train=dataset, batch_size=4))
+    with pytest.raises(UserError, match="the train data is a WebLoader of webdataset"):
+        loader_of(Data(train=wds.WebLoader(dataset, batch_size=None), batch_size=4))
+    with pytest.raises(UserError, match=rf"open_shard returned a {remedy}"):
+        read(FakeRank(), Shards(lambda url: dataset, ["0.tar"]))
 
 
 # ---- MosaicML

@@ -13,7 +13,7 @@ from trainkit.cli.compose import ConfigComposer, Settings, compose_config, read_
 from trainkit.cli.main import Arguments
 from trainkit.cli.overrides import GROUPS, LISTS, KeyOrigins
 from trainkit.cli.signatures import Parameter, TargetError, signature_of
-from trainkit.cli.validate import RENAMED, SECTIONS, TRAINER, closest, config_signature, did_you_mean, unknown_key
+from trainkit.cli.validate import SECTIONS, TRAINER, closest, config_signature, did_you_mean, unknown_key
 from trainkit.errors import UserError
 
 _MOST_ALIGNED = 56  # columns
@@ -193,7 +193,7 @@ class _Explanations:
     def _unknown(self, path: str) -> str:
         parent = path.rpartition(".")[0]
         valid = [key.rpartition(".")[2] for key in self._known if key.rpartition(".")[0] == parent]
-        if valid or path in RENAMED:
+        if valid:
             return str(unknown_key(path, valid, all_keys=self._known))
         near = closest(path, [*SECTIONS, *self._known])
         near += closest(path, sorted({key.rpartition(".")[2] for _, key, _ in self._all_known()}))

@@ -200,8 +200,6 @@ def _run(argv: list[str]) -> int:
         print(f"trainkit {__version__}")
         return 0
     name, *rest = argv
-    if name == "config":
-        raise UserError("the command 'config' is renamed to 'explain'.")
     if name not in COMMANDS:
         raise UserError(f"unknown command '{name}'.{nearest(name, COMMANDS)} There are: {', '.join(COMMANDS)}.")
     arguments = _parse(name, rest)

@@ -34,7 +34,7 @@ from trainkit.cli.compose import (
 )
 from trainkit.cli.main import Arguments
 from trainkit.cli.signatures import install_hint, with_objects
-from trainkit.cli.validate import ConfigError, Problem, renamed_value
+from trainkit.cli.validate import ConfigError, Problem
 from trainkit.console import printable
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError, raising_module
@@ -238,8 +238,6 @@ def _existing(typed: str) -> Path:
 
 
 def _path_argument(arguments: Arguments) -> str:
-    if arguments.take("run") is not None:
-        raise UserError("run=PATH is renamed to checkpoint=PATH.")
     typed = arguments.take("checkpoint")
     # A path alone may stand first, as in `trainkit test PATH`.
     if typed is None and arguments.overrides and "=" not in arguments.overrides[0]:
@@ -431,7 +429,7 @@ class _Components:
                 if isinstance(error, _InvalidArgument):
                     message += _place(error.__cause__)
                     self.cause = self.cause or error.__cause__
-                self.problems.append(_problem(path, named, message, arguments))
+                self.problems.append(_problem(path, named, message))
                 if not named:
                     return None
                 refused.add(named[0])
@@ -484,16 +482,13 @@ def _place(cause: BaseException | None) -> str:
     return f" ({type(cause).__name__}{''.join(lines[-1:])}; --debug shows the traceback)"
 
 
-def _problem(path: str, named: list[str], message: str, arguments: Mapping[str, Any]) -> Problem:
+def _problem(path: str, named: list[str], message: str) -> Problem:
     if message.startswith((f"{path}:", f"{path}._target_:")):
         key, _, rest = message.partition(": ")
         return Problem(key, rest)
     if not named:
         return Problem(path, message)
     key = f"{path}.{named[0]}"
-    renamed = renamed_value(key, arguments[named[0]])
-    if renamed is not None:
-        return Problem(key, renamed)
     for start in (key, named[0], f"{path.rpartition('.')[2]}.{named[0]}"):
         if message.startswith(f"{start} "):
             return Problem(key, message.removeprefix(f"{start} "))

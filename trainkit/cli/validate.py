@@ -43,65 +43,6 @@ _FAMILIAR = {
     "devices": "strategy.devices",
     "learning_rate": "task.lr",
 }
-RENAMED = {
-    "trainer.clip_norm": "trainer.max_grad_norm",
-    "trainer.clip_value": "trainer.max_grad_value",
-    "trainer.checkpoint_activations": "trainer.activation_checkpointing",
-    "trainer.sanity_batches": "trainer.num_sanity_batches",
-    "trainer.spike_factor": "trainer.skip_grad_norm_factor",
-    "trainer.rollback_limit": "trainer.max_rollbacks",
-    "strategy.unused": "strategy.find_unused_parameters",
-    "strategy.find_unused": "strategy.find_unused_parameters",
-    "strategy.hook": "strategy.comm_hook",
-    "strategy.hook_options": "strategy.comm_hook_options",
-    "strategy.hook_state": "strategy.comm_hook_state",
-    "strategy.bucket_mb": "strategy.bucket_cap_mb",
-    "strategy.overlap_optimizer": "strategy.optimizer_in_backward",
-    "strategy.timeline": "strategy.record_timeline",
-    "strategy.launch": "strategy.launcher",
-    "strategy.timeout": "strategy.timeout_seconds",
-    "strategy.wire": "strategy.reduce_dtype",
-    "strategy.in_flight": "strategy.max_in_flight",
-    "strategy.cuts": "strategy.split_points",
-    "strategy.shared": "strategy.shared_parameters",
-    "strategy.record": "strategy.trace",
-    "callbacks.checkpoint.metric": "callbacks.checkpoint.monitor",
-    "callbacks.checkpoint.keep_best": "callbacks.checkpoint.save_top_k",
-    "callbacks.checkpoint.keep_last": "callbacks.checkpoint.save_last_k",
-    "callbacks.checkpoint.background": "callbacks.checkpoint.async_save",
-    "callbacks.checkpoint.retries": "callbacks.checkpoint.max_retries",
-    "callbacks.checkpoint.retry_after": "callbacks.checkpoint.retry_every",
-    "callbacks.early_stopping.metric": "callbacks.early_stopping.monitor",
-    "callbacks.learning_rate_finder.lowest": "callbacks.learning_rate_finder.min_lr",
-    "callbacks.learning_rate_finder.highest": "callbacks.learning_rate_finder.max_lr",
-    "callbacks.learning_rate_finder.steps": "callbacks.learning_rate_finder.num_steps",
-    "callbacks.learning_rate_finder.then": "callbacks.learning_rate_finder.on_finish",
-    "callbacks.ema.leave_average": "callbacks.ema.load_average_at_end",
-    "callbacks.swa.leave_average": "callbacks.swa.load_average_at_end",
-    "callbacks.profiler.first": "callbacks.profiler.start_step",
-    "callbacks.profiler.last": "callbacks.profiler.end_step",
-    "callbacks.profiler.memory": "callbacks.profiler.profile_memory",
-    "callbacks.profiler.stacks": "callbacks.profiler.with_stack",
-    "callbacks.gradual_unfreezing.at": "callbacks.gradual_unfreezing.unfreeze_at",
-    "callbacks.memory_report.history": "callbacks.memory_report.record_history",
-    "callbacks.functions": "callbacks.lambda_callback",
-    "task.lora_rank": "task.lora.rank",
-    "task.lora_alpha": "task.lora.alpha",
-    "data.weights": "data.sample_weights",
-    "data.keep_workers": "data.persistent_workers",
-    "data.workers": "data.num_workers",
-    "data.collate": "data.collate_fn",
-}
-"""Former names of keys and choices with their new name; consulted only for names that are unknown."""
-RENAMED_VALUES = {
-    ("strategy.find_unused_parameters", "find"): "graph",
-    ("strategy.transport", "group"): "process_group",
-    ("strategy.reduce_dtype", "same"): "null",
-    ("strategy.shared_parameters", "together"): "same_stage",
-    ("strategy.trace", "real"): "eager",
-    ("strategy.schedule", "interleaved_virtual"): "interleaved_1f1b",
-}
-"""Former values of keys with their new name; consulted only for values that are invalid."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +76,6 @@ def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> 
 
     `all_keys` are the full paths of all keys: the name may belong to another section.
     """
-    if path in RENAMED:
-        return Problem(path, f"renamed to {RENAMED[path]}.")
     parent, _, name = path.rpartition(".")
     paths = [f"{parent}.{key}" if parent else key for key in valid]
     all_paths = {*paths, *all_keys}
@@ -153,18 +92,9 @@ def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> 
 
 def unknown_choice(group: str, name: str, options: Sequence[str]) -> str:
     """Return the message that a group does not have a choice, with the nearest one and a list of all."""
-    renamed = RENAMED.get(f"{group}.{name}", "").rpartition(".")[2]
-    if renamed in options:
-        return f"'{name}' is renamed to {renamed}."
     near = closest(name, options)
     hint = f"{did_you_mean(near)} " if near else ""
     return f"unknown {group.removesuffix('s')} '{name}'. {hint}{list_choices(options)}"
-
-
-def renamed_value(key: str, value: Any) -> str | None:
-    """Return the message of a value that was renamed, `None` for other values."""
-    new = RENAMED_VALUES.get((key, value)) if isinstance(value, str) else None
-    return None if new is None else f"'{value}' is renamed to {new}."
 
 
 def did_you_mean(near: Sequence[str]) -> str:
@@ -295,15 +225,13 @@ class _Check:
         for name, settings in node.items():
             if isinstance(settings, Mapping) and "_target_" in settings:
                 yield from self._walk(f"{group}.{name}", settings, self._kinds[group])
-            elif settings is not None or f"{group}.{name}" in RENAMED:
+            elif settings is not None:
                 yield self._without_target(group, name)
 
     def _without_target(self, group: str, name: str) -> Problem:
         path, options = f"{group}.{name}", self._options(group)
         if name in options:
             return Problem(path, f"is not enabled; type +{group}={name}")
-        if path in RENAMED:
-            return unknown_key(path, options, all_keys=())
         near = closest(name, options)
         hint = did_you_mean([f"{group}.{near[0]}"]) if near else list_choices(options)
         return Problem(path, f"unknown key. {hint} Your own class needs {path}._target_=my_package.MyClass")
@@ -352,7 +280,7 @@ class _Check:
                 parameter = signature.parameters.get(name)
                 yield from self._walk(f"{path}.{name}", value, parameter.classes if parameter else None)
         for name, message in wrong.items():
-            yield Problem(f"{path}.{name}", renamed_value(f"{path}.{name}", node[name]) or message)
+            yield Problem(f"{path}.{name}", message)
         for name in missing:
             yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
         positional = node.get("_args_")

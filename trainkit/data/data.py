@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from trainkit.data.dataset_shards import num_shards_of
-from trainkit.data.opened_shards import StatefulIterable, as_iterable, with_shards
+from trainkit.data.opened_shards import StatefulIterable, as_iterable, check_undivided
 from trainkit.data.readers import Collate, StartWorker, start_worker
 from trainkit.errors import UserError
 
@@ -205,7 +205,8 @@ class Data:
             drop_last, size = sampling.drop_last, sampling.batch_size
             is_pre_batched = size is None
             self._check_pre_batched(stage, is_pre_batched=is_pre_batched)
-        dataset = with_shards(stage, as_iterable(stage, dataset), is_pre_batched=is_pre_batched)
+        check_undivided(stage, dataset)
+        dataset = as_iterable(stage, dataset)
         stage_data = StageData(
             stage,
             dataset,

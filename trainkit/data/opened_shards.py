@@ -1,11 +1,8 @@
-"""Shards: samples in shards that a function opens, and the datasets of WebDataset as such."""
+"""Shards: samples in shards that a function opens, and datasets of other libraries."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
-from functools import partial, reduce
 from inspect import isgeneratorfunction
 from typing import Any
 
@@ -14,9 +11,6 @@ from torch.utils.data import IterableDataset
 from trainkit.data.dataset_shards import ShardChunks, ShardStart, can_seek, set_epoch
 from trainkit.errors import UserError
 
-_WEBDATASET_WHOLE = ("split_by_node", "split_by_worker", "single_node_only", "check_empty")  # not for a single shard
-_BATCHED, _SHUFFLE, _SLICE = "webdataset.filters._batched", "webdataset.filters._shuffle", "itertools.islice"
-_MOST_OPEN = 256  # shards of webdataset that are open at a time; more are read one after the other in as many groups
 _CHUNK = 64  # samples that are read under one seed
 
 
@@ -60,7 +54,7 @@ class Shards(IterableDataset[Any]):
             return Shards(self._open, selected)
         opened: Any = self._open(selected[0])
         if _is_webdataset(opened):
-            raise UserError("Shards: open_shard returned a dataset of webdataset; pass the whole one to Data instead.")
+            raise UserError(f"Shards: open_shard returned a {type(opened).__name__} of webdataset{_OF_WEBDATASET}")
         is_sequence = hasattr(opened, "__len__") and hasattr(opened, "__getitem__")
         return _Rows(opened) if is_sequence and not isinstance(opened, IterableDataset) else opened
 
@@ -167,8 +161,8 @@ def with_state(dataset: Any) -> Any:
     return dataset if has_state else _StatefulIterators(dataset)
 
 
-def with_shards(stage: str, dataset: Any, *, is_pre_batched: bool) -> Any:
-    """Return a dataset of webdataset as `Shards`, any other as it is; raises UserError if it cannot be divided."""
+def check_undivided(stage: str, dataset: Any) -> None:
+    """Raise UserError for a dataset of another library that divides its samples over ranks itself."""
     what = f"the {stage} data is a {type(dataset).__name__} of"
     # Private, as Hugging Face datasets have no public name for it.
     divided = getattr(dataset, "_distributed", None)
@@ -187,7 +181,15 @@ def with_shards(stage: str, dataset: Any, *, is_pre_batched: bool) -> Any:
             "trainkit.Shards(open_shard, index['shards']), where open_shard(shard) returns "
             "streaming.base.format.reader_from_json(folder, None, shard), and index is the content of index.json."
         )
-    return _webdataset_shards(f"{what} webdataset", dataset, is_pre_batched) if _is_webdataset(dataset) else dataset
+    if _is_webdataset(dataset):
+        raise UserError(f"{what} webdataset{_OF_WEBDATASET}")
+
+
+_OF_WEBDATASET = (
+    ", which divides its tar files over ranks and workers itself, and shuffles from generators that no seed reaches. "
+    "Pass trainkit.Shards(open_shard, urls), where open_shard(url) yields the samples of one tar file: "
+    "webdataset.tarfile_to_samples()([{'url': url}])."
+)
 
 
 def _is_streaming_dataset(dataset: Any) -> bool:
@@ -201,62 +203,3 @@ def _is_webdataset(dataset: Any) -> bool:
 def _is_a(value: Any, module: str, name: str) -> bool:
     """Return True if an object is of a class that is named by its module, which need not be installed."""
     return any((kind.__module__, kind.__name__) == (module, name) for kind in type(value).__mro__)
-
-
-def _webdataset_shards(what: str, dataset: Any, is_pre_batched: bool) -> Shards:
-    """Return the shards of a pipeline without its own division of shards over ranks and workers."""
-    source, *stages = dataset.pipeline
-    if type(source).__name__ != "SimpleShardList":
-        raise UserError(
-            f"{what} that begins with a {type(source).__name__}, which is not a list of shards that are read once in "
-            "each epoch; begin with WebDataset(urls, shardshuffle=False) or SimpleShardList(urls), without "
-            "resampled=True, and pass the dataset instead of a WebLoader."
-        )
-    if dataset.repetitions != 1:
-        raise UserError(
-            f"{what} with with_epoch(...) or repeat(...); remove it: an epoch has each sample once, "
-            "Trainer(max_duration=...) counts epochs or steps, and Trainer(limit_train_batches=...) limits an epoch."
-        )
-    functions = {_function_of(stage) for stage in stages}
-    if is_pre_batched or _BATCHED in functions:
-        raise UserError(
-            f"{what} that makes batches; remove batched(...) and listed(...), and pass the dataset with "
-            "Data(batch_size=...), the samples of a global batch."
-        )
-    if _SLICE in functions:
-        raise UserError(
-            f"{what} with slice(...), which counts the samples of all shards; remove it, and limit an epoch by "
-            "Trainer(limit_train_batches=...)."
-        )
-    # ShardedSamples divides the shards: with the pipeline's own division some would be read by nobody.
-    stages_of_shard = [stage for stage in stages if getattr(stage, "__name__", "") not in _WEBDATASET_WHOLE]
-    groups = [source.urls[first::_MOST_OPEN] for first in range(min(len(source.urls), _MOST_OPEN))]
-    # `invoke` is the pipeline's way to apply a stage, also one that is a class or a partial function.
-    return Shards(partial(_WebDatasetShard, dataset.invoke, stages_of_shard), groups)
-
-
-def _function_of(stage: Any) -> str:
-    """Return the function that a stage of a pipeline applies, as `module.name`."""
-    function = getattr(stage, "f", None)
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}"
-
-
-class _WebDatasetShard(IterableDataset[Any]):
-    """The samples of some shards of a pipeline, whose shuffles draw from python's generator, which is seeded."""
-
-    def __init__(self, invoke: Callable[..., Any], stages: Sequence[Any], urls: Sequence[str]) -> None:
-        self._invoke, self._stages, self._urls = invoke, stages, urls
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(reduce(self._apply, self._stages, iter([{"url": url} for url in self._urls])))
-
-    def _apply(self, samples: Any, stage: Any) -> Any:
-        if type(stage).__name__ == "detshuffle":  # it counts its epochs by itself
-            stage = copy(stage)
-            # From python's generator, which is seeded by seed, epoch and shard while a shard is read.
-            stage.seed, stage.epoch = random.getrandbits(32), 0
-        if _function_of(stage) == _SHUFFLE:
-            # Without its own seed and generator: they would shuffle in another order after a resume.
-            settings = {name: value for name, value in stage.kw.items() if name != "seed"}
-            return stage.f(samples, *stage.args[:2], **(settings | {"rng": random}))
-        return self._invoke(stage, samples)

@@ -36,7 +36,6 @@ class FitConfig:
     deterministic: bool
     detect_anomaly: bool
     fused_optimizer: bool
-    keep_freed_memory: bool
     no_weight_decay: Sequence[str]
     on_nonfinite: NonfinitePolicy
     max_rollbacks: int

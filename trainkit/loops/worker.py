@@ -144,7 +144,7 @@ def run_on_rank(
         try:
             # In the `try`: a setup that fails on one rank may have joined a process group that must be left.
             strategy.setup(config.precision)
-            if config.keep_freed_memory and strategy.device.type == "cpu":
+            if strategy.device.type == "cpu":
                 keep_freed_memory()
             # Ranks draw different dropout masks; the stages of one pipeline replica share their rank, and so the masks.
             seed_everything(config.seed + strategy.comm.rank)
@@ -437,7 +437,7 @@ def keep_freed_memory() -> None:
     allocator = ctypes.CDLL(None)
     # 32 MiB and the largest int: an allocation below the one comes from the heap, and the heap never shrinks.
     if allocator.mallopt(_M_MMAP_THRESHOLD, 2**25) and allocator.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1):
-        logger.debug("%s keeps freed memory in this process (trainer.keep_freed_memory)", library)
+        logger.debug("%s keeps freed memory in this process", library)
 
 
 @contextmanager

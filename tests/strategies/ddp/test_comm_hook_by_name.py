@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.ddp.comm_hooks import PeriodicAveraging, PowerSGD, make_comm_hook
+from trainkit.strategies.ddp.comm_hooks import PowerSGD, make_comm_hook
 
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.testing import run_ranks
@@ -23,14 +23,11 @@ def chosen(**settings: Any) -> Any:
     return None if strategy.comm_hook is None else strategy.comm_hook.state(None)
 
 
-def test_options_reach_the_state_of_our_hooks():
+def test_options_reach_the_state_of_our_hook():
     assert chosen() is None
-    power, period = (
-        chosen(comm_hook="power_sgd", comm_hook_options={"rank": 4, "start_step": 0}),
-        chosen(comm_hook="local_sgd"),
-    )
-    assert isinstance(power, PowerSGD) and (power.rank, power.start_step) == (4, 0)
-    assert isinstance(period, PeriodicAveraging) and (period.start_step, period.period) == (100, 8)
+    for options, expected in ((None, (2, 10)), ({"rank": 4, "start_step": 0}, (4, 0))):
+        power = chosen(comm_hook="power_sgd", comm_hook_options=options)
+        assert isinstance(power, PowerSGD) and (power.rank, power.start_step) == expected
 
 
 def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
@@ -50,11 +47,7 @@ def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
     ("settings", "message"),
     [
         ({"comm_hook": "power_sdg"}, r"'power_sdg' is unknown\. Did you mean 'power_sgd'\?.*or the import path"),
-        ({"comm_hook": "fp16"}, r"comm_hook=fp16 is renamed to reduce_dtype; set strategy\.reduce_dtype=fp16\."),
-        (
-            {"comm_hook": "bf16", "comm_hook_options": {"error_feedback": True}},
-            r"set strategy\.reduce_dtype=bf16 strategy\.error_feedback=true",
-        ),
+        ({"comm_hook": "fp16"}, r"comm_hook=fp16 is the setting reduce_dtype; type strategy\.reduce_dtype=fp16\."),
         (
             {"comm_hook": "power_sgd", "reduce_dtype": "bf16"},
             r"comm_hook=power_sgd sends gradients itself, .*comm_hook=none or strategy\.reduce_dtype=null",
@@ -74,8 +67,8 @@ def test_a_hook_may_be_an_import_path_with_a_state_or_a_function():
             {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 0}},
             "rank must be a whole number, at least 1, got 0",
         ),
-        ({"comm_hook": "local_sgd", "comm_hook_options": {"period": 2.5}}, "period must be a whole number"),
-        ({"comm_hook": "local_sgd", "comm_hook_state": "torch.nn.Linear"}, "Omit comm_hook_state"),
+        ({"comm_hook": "power_sgd", "comm_hook_options": {"rank": 2.5}}, "rank must be a whole number"),
+        ({"comm_hook": "power_sgd", "comm_hook_state": "torch.nn.Linear"}, "Omit comm_hook_state"),
         (
             {"comm_hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook", "comm_hook_options": {"a": 1}},
             "belong to power_sgd",
@@ -112,10 +105,8 @@ HOOKS: dict[str, dict[str, Any]] = {
     "none": {},
     "theirs, mean": {"comm_hook": f"{UPSTREAM}.default_hooks.allreduce_hook"},
     "theirs, fp16": {"comm_hook": f"{UPSTREAM}.default_hooks.fp16_compress_hook"},
-    "ours, power": {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 1, "start_step": 2}},
-    "ours, local": {"comm_hook": "local_sgd", "comm_hook_options": {"start_step": 2, "period": 5}},
+    "ours": {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 1, "start_step": 2}},
 }
-STEPS = 15  # a multiple of the period, when local SGD has just averaged
 
 
 def weights_with_hooks(folder: str) -> dict[str, Tensor]:
@@ -125,7 +116,7 @@ def weights_with_hooks(folder: str) -> dict[str, Tensor]:
     for name, settings in HOOKS.items():
         task = Regression()
         strategy = DDPStrategy(device="cpu", bucket_cap_mb=0.002, **settings)
-        trainer = Trainer(strategy, max_duration=f"{STEPS}step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
+        trainer = Trainer(strategy, max_duration="15step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
         trainer.fit(task, Data(train=TensorDataset(x), batch_size=16))
         found[name] = torch.cat([p.detach().reshape(-1) for p in task.parameters()])
     return found
@@ -138,6 +129,18 @@ def test_the_strategy_trains_with_each_hook_to_nearly_the_same_weights(tmp_path)
     for name, weights in first.items():
         assert torch.equal(weights, second[name]), f"ranks differ with {name}"
         distance = (weights - plain).norm() / plain.norm()
-        assert distance < (1e-2 if name.startswith("ours, ") else 1e-3), name
+        assert distance < (1e-2 if name == "ours" else 1e-3), name
         assert name in ("none", "theirs, mean") or distance > 0, f"{name} has changed nothing"
     assert (first["theirs, mean"] - plain).abs().max() < 1e-6
+
+
+class Weighted(Regression):
+    def training_step(self, batch: list[Tensor]) -> Any:
+        return {"loss": super().training_step(batch), "weight": batch[0].abs().sum()}
+
+
+def test_what_power_sgd_loses_is_not_kept_for_a_step_with_other_weights(tmp_path):
+    strategy = DDPStrategy(device="cpu", devices=1, comm_hook="power_sgd")
+    trainer = Trainer(strategy, max_duration="2step", callbacks=[], loggers=[], run_dir=tmp_path)
+    with pytest.raises(UserError, match=r"the sum of the weights that training_step .* Set strategy\.comm_hook=none"):
+        trainer.fit(Weighted(), Data(train=TensorDataset(torch.ones(4, 32)), batch_size=2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from trainkit.distributed.collectives import Collectives, gather
 from trainkit.parity.trials import StopAfterStep
 from trainkit.testing import run_ranks
 
-STEPS, STOP = 11, 6  # local SGD averages after 4 and 8: the weights of ranks differ when it is stopped
+STEPS, STOP = 11, 6
 
 
 class Regression(TaskModule):
@@ -71,49 +70,31 @@ def unsaved_hook(state: Unsaved, bucket: GradBucket) -> HookSteps:
 
 
 SAVED: dict[str, dict[str, Any]] = {
-    "bf16": {"reduce_dtype": "bf16", "error_feedback": True, "transport": "process_group"},
-    "fp16": {"reduce_dtype": "fp16", "error_feedback": True, "transport": "process_group"},
     "power_sgd": {"comm_hook": "power_sgd", "comm_hook_options": {"rank": 2, "start_step": 3}},
-    "local_sgd": {"comm_hook": "local_sgd", "comm_hook_options": {"start_step": 2, "period": 4}},
     "custom": {"comm_hook": momentum_hook, "comm_hook_state": Momentum},
 }
 HOOKS = {**SAVED, "none": {}, "unsaved": {"comm_hook": unsaved_hook, "comm_hook_state": Unsaved}}
 
 
 class Notes(Callback):
-    """Keeps this rank's weights at the start, when it is stopped and at the end, and the hook's states on rank 0."""
+    """Keeps the hook's states at the start on rank 0, and this rank's weights at the end."""
 
     def on_fit_start(self, run: Any) -> None:
-        self.first = flat(run.task)
         self.states = run.strategy.strategy_state().get("hook_states")
 
-    def on_step_end(self, run: Any) -> None:
-        if run.state.step == STOP:
-            self.stopped = flat(run.task)
-
     def on_fit_end(self, run: Any) -> None:
-        self.weights = flat(run.task)
-
-
-def flat(task: TaskModule) -> Tensor:
-    return torch.cat([p.detach().reshape(-1).to("cpu", copy=True) for p in task.parameters()])
+        self.weights = torch.cat([p.detach().reshape(-1).to("cpu", copy=True) for p in run.task.parameters()])
 
 
 def train(
-    folder: str,
-    name: str,
-    *,
-    more: Sequence[Callback] = (),
-    resume: str | None = None,
-    task: TaskModule | None = None,
-    device: str = "cpu",
+    folder: str, name: str, *, more: Sequence[Callback] = (), resume: str | None = None, device: str = "cpu"
 ) -> Notes:
     notes, x = Notes(), torch.randn(240, 32, generator=torch.Generator().manual_seed(1))
     strategy = DDPStrategy(device=device, bucket_cap_mb=0.003, **HOOKS[name])
     trainer = Trainer(
         strategy, max_duration=f"{STEPS}step", callbacks=[notes, *more], loggers=[], run_dir=f"{folder}/{name}"
     )
-    trainer.fit(task or Regression(), Data(train=TensorDataset(x), batch_size=12), resume=resume)
+    trainer.fit(Regression(), Data(train=TensorDataset(x), batch_size=12), resume=resume)
     return notes
 
 
@@ -133,55 +114,35 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_CUDA)])
-def test_a_resumed_run_continues_to_the_bit_with_the_errors_and_weights_of_each_rank(device, tmp_path):
+def test_a_resumed_run_continues_to_the_bit_with_the_state_of_each_rank(device, tmp_path):
     for rank in run_ranks(resumed_and_whole, 2, str(tmp_path), device):
         for name, (resumed, whole, differ) in rank.items():
             assert torch.equal(resumed, whole), name
-            assert differ == (name == "local_sgd")
+            assert not differ, name
 
 
-def saved_on_three_ranks(folder: str) -> dict[str, tuple[list[Tensor], Tensor]]:
-    """Return by hook the weights of every rank at the checkpoint, and those of this rank after the run."""
-    found = {}
+def save(folder: str) -> None:
     for name in SAVED:
-        task = Regression()
-        notes = train(folder, name, more=[StopAfterStep(STOP)], task=task)
-        found[name] = gather(notes.stopped, dist.group.WORLD), flat(task)
-    return found
+        train(folder, name, more=[StopAfterStep(STOP)])
 
 
-def resumed_on_two_ranks(folder: str) -> dict[str, tuple[Tensor, Any]]:
-    """Return by hook the first weights, and the hook's states on rank 0."""
-    found = {}
-    for name in SAVED:
-        notes = train(folder, name, resume=f"{folder}/{name}")
-        found[name] = notes.first, notes.states
-    return found
-
-
-def saved_in(folder: str) -> dict[str, Any]:
-    return load_from(Path(folder), Collectives()).payload
+def states_of_resumed_runs(folder: str) -> dict[str, Any]:
+    """Return by hook its states on rank 0 before the first step."""
+    return {name: train(folder, name, resume=f"{folder}/{name}").states for name in SAVED}
 
 
 @pytest.mark.slow
-def test_on_another_number_of_ranks_the_sum_of_errors_and_the_mean_of_weights_are_kept(tmp_path):
-    three = run_ranks(saved_on_three_ranks, 3, str(tmp_path))
-    first, second = run_ranks(resumed_on_two_ranks, 2, str(tmp_path))
-    for name in ("bf16", "fp16", "power_sgd"):
-        saved, resumed = saved_in(f"{tmp_path}/{name}")["strategy"]["hook_states"], first[name][1]
-        assert len(saved) == 3 and len(resumed) == 2
-        for key in saved[0]["hooks"][""]["errors"]:
-            old, new = ([each["hooks"][""]["errors"][key] for each in states] for states in (saved, resumed))
-            assert torch.equal(new[0], new[1])
-            torch.testing.assert_close(sum(new), sum(old))
-        assert any(error.any() for error in resumed[0]["hooks"][""]["errors"].values())
-    saved_weights, after = three[0]["local_sgd"]
-    mean, task = torch.stack(saved_weights).mean(0), saved_in(f"{tmp_path}/local_sgd")["task"]
-    assert not torch.equal(saved_weights[0], saved_weights[1])
-    torch.testing.assert_close(torch.cat([weights.reshape(-1) for weights in task.values()]), mean)
-    for rank in (first, second):
-        torch.testing.assert_close(rank["local_sgd"][0], mean)
-    assert all(torch.equal(after, rank["local_sgd"][1]) for rank in three), "ranks end with their mean"
+def test_on_another_number_of_ranks_the_sum_of_errors_is_kept_and_other_state_begins_anew(tmp_path):
+    run_ranks(save, 3, str(tmp_path))
+    resumed = run_ranks(states_of_resumed_runs, 2, str(tmp_path))[0]
+    assert resumed["custom"] == [{"hooks": {"": {"sums": {}}}}] * 2
+    saved = load_from(tmp_path / "power_sgd", Collectives()).payload["strategy"]["hook_states"]
+    assert len(saved) == 3 and len(resumed["power_sgd"]) == 2
+    old, new = ([state["hooks"][""]["errors"] for state in states] for states in (saved, resumed["power_sgd"]))
+    for key in old[0]:
+        assert torch.equal(new[0][key], new[1][key])
+        torch.testing.assert_close(new[0][key] + new[1][key], sum(errors[key] for errors in old))
+    assert any(error.any() for error in new[0].values())
 
 
 def warnings_of(folder: str, saved: str, resumed: str) -> list[str]:
@@ -200,12 +161,8 @@ def warnings_of(folder: str, saved: str, resumed: str) -> list[str]:
     ("saved", "resumed", "expected"),
     [
         ("unsaved", "unsaved", ["do not hold the state of the communication hook: Unsaved has no state_dict"] * 2),
-        ("power_sgd", "bf16", ["of power_sgd on 2 ranks, and this run has that of bf16 on 2: that state"]),
-        (
-            "local_sgd",
-            "none",
-            ["and this run has that of none on 2: it continues from the mean of weights, with the"],
-        ),
+        ("power_sgd", "custom", ["of power_sgd on 2 ranks, and this run has that of momentum_hook on 2: that state"]),
+        ("custom", "none", ["of momentum_hook on 2 ranks, and this run has that of none on 2: that state is dropped"]),
     ],
 )
 def test_state_that_is_not_saved_or_not_restored_is_named_once_a_run(tmp_path, saved, resumed, expected):

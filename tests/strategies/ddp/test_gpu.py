@@ -87,7 +87,6 @@ CASES: dict[str, tuple[bool, dict[str, object], dict[str, object]]] = {
     "overlapped": (False, {"optimizer_in_backward": True, "bucket_cap_mb": 0.0002}, {}),
     "static": (False, {"static_graph": True}, {}),
     "bf16": (False, {"reduce_dtype": "bf16"}, {}),
-    "bf16 with errors": (False, {"reduce_dtype": "bf16", "error_feedback": True}, {}),
 }
 
 

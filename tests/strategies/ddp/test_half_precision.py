@@ -1,4 +1,4 @@
-"""Gradients that ddp sends in 16 bits: between ranks or between hosts, with and without error feedback."""
+"""Gradients that ddp sends in 16 bits: between ranks or between hosts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy, reductions
+from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import (
-    SMALL_BUFFER,
-    STOP,
-    Drift,
-    Partly,
-    Wide,
-    drifted,
-    exact_weights,
-    train,
-    trained,
-)
-from tests.tasks import Recorder, StopAt
-from trainkit import Data
+from tests.strategies.fusion.training import SMALL_BUFFER, Drift, Overflowing, Partly, Wide, train, trained
+from tests.tasks import Recorder
+from trainkit import Data, UserError
 from trainkit.distributed.collectives import gather
 from trainkit.testing import run_ranks
 
 ROUNDED = {"device": "cpu", "reduce_dtype": "bf16", "bucket_cap_mb": SMALL_BUFFER}
-FEEDBACK = {**ROUNDED, "error_feedback": True}
 BETWEEN_RANKS = {"transport": "process_group"}
 ARRANGEMENTS = {
     2: {
@@ -60,84 +50,38 @@ class TransportRecorder(Recorder):
         self.name = type(run.strategy.reducer.transport).__name__
 
 
-def weights_and_errors(run_dir, exact):
-    """Return by arrangement the distances from exact weights, with and without the last errors."""
-    pretend_hosts()
-    found = {}
-    for name, settings in ARRANGEMENTS[dist.get_world_size()].items():
-        recorder = TransportRecorder()
-        weights, errors = drifted(DDPStrategy(**FEEDBACK | settings), run_dir / name, recorder)
-        hosts_share_memory = name.startswith("hosts")
-        assert recorder.name == ("HierarchicalTransport" if hosts_share_memory else "HalfPrecisionTransport"), name
-        assert all(torch.equal(weights, others) for others in gather(weights, dist.group.WORLD)), name
-        found[name] = [(w - exact).abs().max().item() for w in (weights, weights - errors.last)]
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_all_that_was_applied_is_the_sum_of_gradients_but_for_the_last_errors(num_ranks, tmp_path):
-    exact = exact_weights(tmp_path / "single")
-    for found in run_ranks(weights_and_errors, num_ranks, tmp_path, exact):
-        assert len(found) == len(ARRANGEMENTS[num_ranks])
-        for name, (distance, without_errors) in found.items():
-            assert distance > 1e-5, f"{name}: something is left to send"
-            assert without_errors < 1e-6, name
-
-
 def trained_on_this_rank(run_dir):
     """Return by arrangement the difference from single, and if all ranks have the same weights after each step."""
     single = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=run_dir / f"single_{dist.get_rank()}")
     pretend_hosts()
     found = {}
     for name, settings in ARRANGEMENTS[dist.get_world_size()].items():
-        ours = trained(DDPStrategy(**ROUNDED | settings), "perceptron", run_dir=run_dir / name)
+        recorder = TransportRecorder()
+        ours = trained(DDPStrategy(**ROUNDED | settings), "perceptron", recorder, run_dir=run_dir / name)
+        hosts_share_memory = name.startswith("hosts")
+        assert recorder.name == ("HierarchicalTransport" if hosts_share_memory else "HalfPrecisionTransport"), name
         same = all(largest_difference(others, ours) == 0.0 for others in gather(ours, dist.group.WORLD))
         found[name] = largest_difference(ours, single), same
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_every_rank_has_the_same_weights_near_those_of_one_device(num_ranks, tmp_path):
     for found in run_ranks(trained_on_this_rank, num_ranks, tmp_path):
+        assert len(found) == len(ARRANGEMENTS[num_ranks])
         for name, (difference, same) in found.items():
             assert 1e-6 < difference < 3e-2, name
             assert same, name
 
 
-def distances_from_exact(run_dir, exact):
-    """Return the distances from exact weights with error feedback and without it."""
-    pretend_hosts()
-    both = [DDPStrategy(**FEEDBACK | {"error_feedback": feedback}) for feedback in (True, False)]
-    return [(drifted(strategy, run_dir)[0] - exact).norm().item() for strategy in both]
+def differences_in_shared_memory(run_dir):
+    """Return the difference of weights between runs on one host without `reduce_dtype` and with it."""
+    strategies = DDPStrategy(device="cpu"), DDPStrategy(**ROUNDED)
+    return largest_difference(*(trained(strategy, "perceptron", run_dir=run_dir) for strategy in strategies))
 
 
-@pytest.mark.slow
-def test_with_error_feedback_weights_are_nearer_to_those_of_one_device(tmp_path):
-    exact = exact_weights(tmp_path / "single")
-    for with_feedback, without in run_ranks(distances_from_exact, 4, tmp_path / "ddp", exact):
-        assert 0 < with_feedback < without / 2
-
-
-class SavedErrors(Recorder):
-    """Keeps the errors that a checkpoint of the last step would have, of all ranks."""
-
-    def on_step_end(self, run):
-        states = run.strategy.strategy_state().get("hook_states") or []
-        self.errors = [state["hooks"][""]["errors"] for state in states]
-
-
-def in_shared_memory(run_dir):
-    """Return the weights of runs on one host without reduce_dtype, with it, and with error feedback, and its errors."""
-    saved = SavedErrors()
-    runs = [drifted(DDPStrategy(**settings), run_dir, saved)[0] for settings in ({"device": "cpu"}, ROUNDED, FEEDBACK)]
-    return runs, saved.errors
-
-
-def test_ranks_that_share_memory_round_nothing_and_save_no_errors(tmp_path):
-    first, second = run_ranks(in_shared_memory, 2, tmp_path)
-    for (exact, rounded, feedback), _ in (first, second):
-        assert torch.equal(exact, rounded) and torch.equal(exact, feedback)
-    assert first[1] == [{}, {}]
+def test_ranks_that_share_memory_round_nothing(tmp_path):
+    assert run_ranks(differences_in_shared_memory, 2, tmp_path) == [0.0, 0.0]
 
 
 class Advice(Recorder):
@@ -150,7 +94,7 @@ def advised(run_dir):
     found = []
     for settings in ({}, BETWEEN_RANKS, {**BETWEEN_RANKS, "reduce_dtype": "bf16"}):
         advice = Advice()
-        drifted(DDPStrategy(device="cpu", record_timeline=True, **settings), run_dir, advice)
+        trained(DDPStrategy(device="cpu", record_timeline=True, **settings), "perceptron", advice, run_dir=run_dir)
         found.append(advice.found)
     return found
 
@@ -198,12 +142,11 @@ class Large(Wide):
 def bytes_between_hosts(run_dir):
     pretend_hosts()
     found = {}
-    cases = {"exact": {"reduce_dtype": None}, "rounded": {}, "feedback": {"error_feedback": True}}
-    for name, settings in cases.items():
+    for reduce_dtype in (None, "bf16"):
         received = Received()
-        strategy = DDPStrategy(**ROUNDED | {"bucket_cap_mb": 1} | settings)
-        train(strategy, Large(), Data(train=numbers(24), batch_size=4), received, run_dir=run_dir / name, steps=6)
-        found[name] = received.num_bytes
+        strategy = DDPStrategy(device="cpu", bucket_cap_mb=1, reduce_dtype=reduce_dtype)
+        train(strategy, Large(), Data(train=numbers(24), batch_size=4), received, run_dir=run_dir, steps=6)
+        found[reduce_dtype] = received.num_bytes
     return found
 
 
@@ -211,9 +154,7 @@ def bytes_between_hosts(run_dir):
 def test_half_of_the_bytes_are_sent_between_hosts(tmp_path):
     shard = 300_001 * 4 / 2  # of the gradients, which a rank exchanges with one other
     for found in run_ranks(bytes_between_hosts, 4, tmp_path):
-        assert found["exact"] == pytest.approx(4 * shard, rel=0.02)
-        for name in ("rounded", "feedback"):
-            assert found[name] == pytest.approx(2 * shard, rel=0.02), name
+        assert found == {None: pytest.approx(4 * shard, rel=0.02), "bf16": pytest.approx(2 * shard, rel=0.02)}
 
 
 # ---- Parameters that not every rank uses, and sparse gradients
@@ -227,7 +168,7 @@ def partly_used(run_dir):
     train(alone, Partly(), data, single, run_dir=run_dir / f"single_{dist.get_rank()}", steps=8)
     pretend_hosts()
     found = {}
-    for name, settings in {"plain": {}, "feedback": {"error_feedback": True}, "ranks": BETWEEN_RANKS}.items():
+    for name, settings in {"hosts": {}, "ranks": BETWEEN_RANKS}.items():
         seen = StepWeights()
         train(DDPStrategy(**ROUNDED | settings), Partly(), data, seen, run_dir=run_dir / name, steps=8)
         unused = [weights for weights in seen.steps[-1] if "third" in weights]
@@ -259,11 +200,11 @@ class Sparse(Drift):
 
 
 def sparse_weights(run_dir):
-    """Return the embedding and the other weights, exact, rounded and with error feedback."""
+    """Return the embedding and the other weights, exact and rounded."""
     pretend_hosts()
     samples = torch.rand(24, 307, generator=torch.Generator().manual_seed(1)) + 1.0
     found = []
-    for settings in ({**ROUNDED, "reduce_dtype": None}, ROUNDED, FEEDBACK):
+    for settings in ({**ROUNDED, "reduce_dtype": None}, ROUNDED):
         torch.manual_seed(0)
         task = Sparse()
         train(DDPStrategy(**settings), task, Data(train=TensorDataset(samples), batch_size=4), run_dir=run_dir)
@@ -272,61 +213,12 @@ def sparse_weights(run_dir):
 
 
 def test_sparse_gradients_are_sent_exactly(tmp_path):
-    for exact, rounded, feedback in run_ranks(sparse_weights, 4, tmp_path):
-        for embedding, dense in (rounded, feedback):
-            torch.testing.assert_close(embedding, exact[0], rtol=0, atol=1e-7)
-            assert not torch.equal(dense, exact[1])
-
-
-# ---- Checkpoints
-
-
-def resumed_and_whole(run_dir):
-    """Return the last weights of a resumed and of a whole run on two hosts."""
-    pretend_hosts()
-    whole, _ = drifted(DDPStrategy(**FEEDBACK), run_dir / "whole", precision="fp32")
-    part = run_dir / "part"
-    drifted(DDPStrategy(**FEEDBACK), part, StopAt(STOP), precision="fp32")
-    resumed, errors = drifted(DDPStrategy(**FEEDBACK), part, resume=part, precision="fp32")
-    return resumed, whole, errors.first
-
-
-def test_a_resumed_run_on_several_hosts_is_equal_to_the_bit(tmp_path):
-    for resumed, whole, first in run_ranks(resumed_and_whole, 4, tmp_path):
-        assert torch.equal(resumed, whole)
-        assert first.abs().max() > 1e-5
-
-
-def saved_on_hosts(run_dir):
-    pretend_hosts()
-    return drifted(DDPStrategy(**FEEDBACK), run_dir, StopAt(STOP))[1].saved
-
-
-def resumed_on_one_host(saved, run_dir):
-    """Return the first errors, and the last weights and errors of ranks that share memory."""
-    weights, errors = drifted(DDPStrategy(**FEEDBACK), run_dir, resume=saved)
-    return errors.first, weights, errors.last
-
-
-@pytest.mark.slow
-def test_ranks_that_share_memory_apply_the_errors_of_a_checkpoint_once(tmp_path):
-    exact, saved = exact_weights(tmp_path / "single"), tmp_path / "saved"
-    before = run_ranks(saved_on_hosts, 4, saved)[0]
-    for first, weights, last in run_ranks(resumed_on_one_host, 2, saved, tmp_path / "resumed"):
-        torch.testing.assert_close(first, before)
-        torch.testing.assert_close(weights, exact, rtol=0, atol=1e-6)
-        assert not last.any()
+    for exact, rounded in run_ranks(sparse_weights, 4, tmp_path):
+        torch.testing.assert_close(rounded[0], exact[0], rtol=0, atol=1e-7)
+        assert not torch.equal(rounded[1], exact[1])
 
 
 # ---- Gradients that overflow
-
-
-class Overflowing(Drift):
-    """Its gradients are finite, but those of rank 1 are above 65504 in the third step."""
-
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        return super().training_step(batch) * (1e6 if self.calls == 3 and dist.get_rank() == 1 else 1.0)
 
 
 def train_in_fp16(run_dir, settings, on_nonfinite):
@@ -342,18 +234,23 @@ def overflowed(run_dir):
     pretend_hosts()
     messages, weights = [], []
     for number, settings in enumerate((BETWEEN_RANKS, {})):
-        for feedback in (False, True):
-            both = {**settings, "error_feedback": feedback}
-            with pytest.raises(Exception, match="not finite") as caught:
-                train_in_fp16(run_dir / f"raise {number} {feedback}", both, "raise")
-            messages.append(str(caught.value))
-            weights.append(train_in_fp16(run_dir / f"skip {number} {feedback}", both, "skip"))
+        with pytest.raises(Exception, match="not finite") as caught:
+            train_in_fp16(run_dir / f"raise {number}", settings, "raise")
+        messages.append(str(caught.value))
+        weights.append(train_in_fp16(run_dir / f"skip {number}", settings, "skip"))
     return messages, weights
 
 
 @pytest.mark.slow
-def test_gradients_that_overflow_in_fp16_are_not_finite_and_leave_no_error(tmp_path):
+def test_gradients_that_overflow_in_fp16_are_not_finite_and_leave_nothing_behind(tmp_path):
     for messages, weights in run_ranks(overflowed, 4, tmp_path):
-        assert len(messages) == 4 and all("long" in message for message in messages)
+        assert len(messages) == 2 and all("long" in message for message in messages)
         for last in weights:  # five of six steps
             torch.testing.assert_close(last, torch.full((307,), -5.0))
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FusionStrategy])
+def test_gradients_that_overflow_in_fp16_may_not_be_clipped_by_value(kind, tmp_path):
+    strategy, data = kind(device="cpu", devices=1, reduce_dtype="fp16"), Data(train=numbers(4), batch_size=2)
+    with pytest.raises(UserError, match=r"max_grad_value would make finite gradients .* strategy\.reduce_dtype=bf16"):
+        train(strategy, Wide(), data, run_dir=tmp_path, max_grad_value=1.0)

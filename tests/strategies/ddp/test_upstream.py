@@ -173,7 +173,7 @@ PASSED = (
     "test_ddp_sink_noclone",
 )
 COSTLY = {"test_ddp_compile_static_graph", "test_ddp_hook_parity_post_localSGD", "test_ddp_hook_parity_powerSGD"}
-"""Half of the processor time, in `make zoo`; test_compile.py and test_comm_hooks.py have the same against stock DDP."""
+"""Half of the processor time, in `make zoo`; other tests compare static graphs and hooks of PyTorch with stock DDP."""
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion import exchange as exchange_module
 from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
@@ -24,6 +25,9 @@ from tests.equality import Perceptron, StepWeights, largest_difference, make, nu
 from tests.marks import in_make_zoo
 from tests.strategies.fusion.training import (
     OPTIMIZERS,
+    SMALL_BUFFER,
+    Drift,
+    Overflowing,
     Partly,
     Wide,
     imbalance,
@@ -339,7 +343,7 @@ def test_no_more_chunks_are_in_flight_than_max_in_flight(num_ranks, limit, expec
 def calls_of_each_chunk():
     """Return for each chunk the receives that this rank announced and the sends that it started, in their order."""
     calls: dict[int, list[tuple[str, int]]] = {}
-    num_hops = 2 * (dist.get_world_size() - 1)
+    num_hops = dist.get_world_size() - 1
     for name in ("receive", "send"):
         original = getattr(exchange_module, name)
 
@@ -397,9 +401,8 @@ def test_sums_and_gathered_weights_are_those_of_all_ranks_for_buffers_of_any_siz
             assert torch.equal(flat, 6 * torch.arange(1.0, size + 1))
 
 
-@pytest.mark.parametrize("settings", [{"shard_optimizer": True}, {"reduce_dtype": "bf16", "error_feedback": True}])
-def test_a_ring_has_messages_of_at_most_a_quarter_of_a_mib(settings):
-    assert FusionStrategy(device="cpu", **settings).fusion_settings.message_bytes == 2**18
+def test_a_ring_has_messages_of_at_most_a_quarter_of_a_mib():
+    assert FusionStrategy(device="cpu", shard_optimizer=True).fusion_settings.message_bytes == 2**18
 
 
 def test_gloo_sums_chunks_of_at_most_a_mib_for_each_server():
@@ -447,6 +450,43 @@ def test_gradients_in_16_bits_stay_close_and_ranks_stay_equal(transport, tmp_pat
 def test_sums_of_bf16_are_made_in_fp32():
     shards = [torch.full((4,), 1.0 if rank == 0 else 1 / 512, dtype=torch.bfloat16) for rank in range(9)]
     assert ordered_sum(shards).tolist() == [1.0 + 8 / 512] * 4  # in bf16 every addition would be rounded away
+
+
+class TooLargeInSum(Drift):
+    """The gradients of each rank are below 65504, but their sum is not."""
+
+    def training_step(self, batch):
+        return super().training_step(batch) * 8e4
+
+
+def train_in_fp16(task, run_dir, *, on_nonfinite="raise", **settings):
+    """Return the last weights with gradients sent in fp16."""
+    strategy = FusionStrategy(device="cpu", reduce_dtype="fp16", buffer_mb=SMALL_BUFFER, **settings)
+    data = Data(train=TensorDataset(torch.ones(12, 307)), batch_size=4)
+    train(strategy, task, data, run_dir=run_dir, on_nonfinite=on_nonfinite)
+    return torch.cat([task.long, task.short]).detach()
+
+
+def overflowed(run_dir):
+    """Return the errors of runs with on_nonfinite=raise, and the weights of those that skip."""
+    messages, weights = [], []
+    for transport in ("shared_memory", "exchange"):
+        case = run_dir / transport
+        for task in (Overflowing, TooLargeInSum):
+            with pytest.raises(Exception, match="not finite") as caught:
+                train_in_fp16(task(), case / task.__name__, transport=transport)
+            messages.append(str(caught.value))
+        weights.append(train_in_fp16(Overflowing(), case / "skip", on_nonfinite="skip", transport=transport))
+    weights.append(train_in_fp16(TooLargeInSum(), run_dir / "sharded", shard_optimizer=True) / 8e4 + 1.0)
+    return messages, weights
+
+
+@pytest.mark.slow
+def test_gradients_that_overflow_in_fp16_are_not_finite_and_leave_nothing_behind(tmp_path):
+    for messages, weights in run_ranks(overflowed, 2, tmp_path):
+        assert len(messages) == 4 and all("long" in message for message in messages)
+        for last in weights:  # five of six steps; sharded, a sum stays in fp32
+            torch.testing.assert_close(last, torch.full((307,), -5.0))
 
 
 def partly_used(run_dir):
@@ -637,7 +677,7 @@ def test_all_servers_skip_a_step_if_a_gradient_overflows_on_one(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
+        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose null, bf16 or fp16"),
         ({"transport": "exchang"}, "Did you mean 'exchange'"),
         ({"buffer_mb": 0}, "buffer_mb must be above 0"),
         ({"max_in_flight": 0}, "max_in_flight must be a whole number"),
