@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
 
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks

@@ -41,8 +41,8 @@ from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
 from .merged_buffers import MergedBuffers
-from .own_groups import OwnGroups
 from .shared_flag import SharedFlag
+from .transports.own_groups import OwnGroups
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import torch
 
 from trainkit.distributed.collectives import ProcessGroupCollectives
 
-from .ddp.shared_memory import SharedMemoryError, SharedMemoryTransport
+from .transports.shared_memory import SharedMemoryError, SharedMemoryTransport
 
 RARE_CALLS = 4  # over the process group: memory is shared once the flag is compared often
 

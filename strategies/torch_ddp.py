@@ -18,8 +18,8 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.task import TaskModule
 
-from .ddp.bucket_plan import ring_bytes
 from .multiprocess import MultiProcessStrategy, RankSettings
+from .reducer.bucket_plan import ring_bytes
 
 _SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
 # The strategy broadcasts buffers after each step; the argument that keeps PyTorch from doing it has a newer name.

@@ -4,17 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..reducer.reducer import Reducer, ReducerSettings
     from .distributed_data_parallel import DistributedDataParallel
-    from .reducer import Reducer, ReducerSettings
     from .strategy import DDPStrategy
 
 __all__ = ["DDPStrategy", "DistributedDataParallel", "Reducer", "ReducerSettings"]
 
-_HOMES = {"DDPStrategy": "strategy", "DistributedDataParallel": "distributed_data_parallel"}
+_HOMES = {
+    "DDPStrategy": "trainkit.strategies.ddp.strategy",
+    "DistributedDataParallel": "trainkit.strategies.ddp.distributed_data_parallel",
+    "Reducer": "trainkit.strategies.reducer.reducer",
+    "ReducerSettings": "trainkit.strategies.reducer.reducer",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use, so that naming the package does not import torch.distributed."""
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES.get(name, 'reducer')}", __name__), name)
+    return getattr(import_module(_HOMES[name]), name)

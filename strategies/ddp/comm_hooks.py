@@ -19,8 +19,8 @@ from torch import Tensor
 
 from trainkit.errors import UserError, nearest
 
-from .bucket import GradBucket
-from .transport import CommunicationHook, HookSteps
+from ..reducer.bucket import GradBucket
+from ..transports.process_group import CommunicationHook, HookSteps
 
 Numbered = list[tuple[int, Tensor]]  # by position in the bucket
 

@@ -26,11 +26,11 @@ from trainkit.distributed.collectives import broadcast
 from trainkit.model.registrations import count_registrations
 from trainkit.tree import tensors_in, to_device
 
-from .bucket import GradBucket
-from .bucket_plan import DEFAULT_CAP_BYTES, MIB
-from .reducer import Reducer, ReducerSettings
-from .timeline import Timeline, logging_times
-from .transport import CommunicationHook, HookFuture, TransportName
+from ..reducer.bucket import GradBucket
+from ..reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB
+from ..reducer.bucket_recorder import Timeline, logging_times
+from ..reducer.reducer import Reducer, ReducerSettings
+from ..transports.process_group import CommunicationHook, HookFuture, TransportName
 
 _INSTEAD = {
     "mixed_precision": "compute in torch.autocast, which keeps parameters and gradients in full precision",

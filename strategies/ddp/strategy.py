@@ -26,17 +26,17 @@ from trainkit.strategy import PhaseTraining
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
-from ..host_layout import HostLayout, host_name
-from ..links import links_of_this_process
 from ..multiprocess import MultiProcessStrategy, RankSettings
-from .bucket import Bucket
-from .bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
+from ..reducer.bucket import Bucket
+from ..reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
+from ..reducer.bucket_recorder import OverlapMeter, Timeline
+from ..reducer.grad_norm import total_norm
+from ..reducer.reducer import Reducer, ReducerSettings, Unused
+from ..transports.host_layout import HostLayout, host_name
+from ..transports.links import links_of_this_process
+from ..transports.process_group import CommunicationHook, TransportName
 from .comm_hooks import MergedHookState, PowerSGD, SavedHookState, make_comm_hook
 from .distributed_data_parallel import unreached_parameters
-from .grad_norm import total_norm
-from .reducer import Reducer, ReducerSettings, Unused
-from .timeline import OverlapMeter, Timeline
-from .transport import CommunicationHook, TransportName
 
 logger = logging.getLogger(__name__)
 _FIND_UNUSED = ("auto", "error", "graph")

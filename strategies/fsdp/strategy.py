@@ -36,9 +36,9 @@ from trainkit.strategy import PhaseTraining, named_state
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
-from ..ddp.grad_norm import norm_dtype, total_norm
-from ..fusion.sharded_optimizer import NEVER_SHARDED, check_elementwise
 from ..multiprocess import MultiProcessStrategy, RankSettings
+from ..optimizer_shards import NEVER_SHARDED, check_elementwise
+from ..reducer.grad_norm import norm_dtype, total_norm
 from .parameter_shard import ParameterShard
 from .sharded_muon import MUON, ShardedMuon
 from .sharded_task import MIB, ShardedTask, Units, choose_units, describe_units, has_rows, make_mesh

@@ -23,18 +23,18 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import Strategy, named_state
 from trainkit.task import TaskModule
 
-from ..ddp.bucket_plan import MIB
-from ..ddp.grad_norm import total_norm
-from ..ddp.reducer import Reducer, Unused
-from ..ddp.shared_memory import why_no_shared_memory
 from ..ddp.strategy import DDPStrategy
-from ..ddp.timeline import Timeline
-from ..host_layout import HostLayout
-from .communication_thread import CommunicationThread
-from .exchange import GlooExchange
-from .sharded_optimizer import ShardedOptimizer, check_elementwise, state_dict_without_state
-from .shared_buffers import SharedBuffers
-from .transport import FusionSettings, ServerGroups, ShardTransport, open_server_groups
+from ..optimizer_shards import ShardedOptimizer, check_elementwise, state_dict_without_state
+from ..reducer.bucket_plan import MIB
+from ..reducer.bucket_recorder import Timeline
+from ..reducer.grad_norm import total_norm
+from ..reducer.reducer import Reducer, Unused
+from ..transports.communication_thread import CommunicationThread
+from ..transports.gloo_ring import GlooExchange
+from ..transports.host_layout import HostLayout
+from ..transports.sharded import FusionSettings, ServerGroups, ShardTransport, open_server_groups
+from ..transports.shared_buffers import SharedBuffers
+from ..transports.shared_memory import why_no_shared_memory
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.metrics.step_output import StepOutput
 
-from ..host_copy import Event, open_host_copier
+from ..transports.host_copy import Event, open_host_copier
 from .schedules import Action
 
 # Above the tags of all values: a header or a flag must never be taken for a tensor between the same two ranks.

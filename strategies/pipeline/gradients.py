@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 
-from ..ddp.grad_norm import total_norm
-from ..ddp.reducer import Reducer, ReducerSettings
+from ..reducer.grad_norm import total_norm
+from ..reducer.reducer import Reducer, ReducerSettings
 from .mesh import PipelineMesh
 from .schedules import FORWARD, Action
 from .stage import Placement

@@ -17,8 +17,8 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.errors import UserError, add_note
 
-from ..host_layout import HostLayout, host_name
-from ..own_groups import OwnGroups
+from ..transports.host_layout import HostLayout, host_name
+from ..transports.own_groups import OwnGroups
 from .communication import Lane
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from trainkit.callbacks.ema import EMA, WeightAveraging
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.fusion.sharded_optimizer import ShardedOptimizer
+from trainkit.strategies.optimizer_shards import ShardedOptimizer
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, Strategy, TaskModule, Trainer

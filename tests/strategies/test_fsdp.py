@@ -30,8 +30,8 @@ from trainkit.strategies.dp import DataParallelStrategy
 from trainkit.strategies.fsdp import sharded_task
 from trainkit.strategies.fsdp.sharded_task import choose_units
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.fusion.sharded_optimizer import ELEMENTWISE
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.optimizer_shards import ELEMENTWISE
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.ddp.bucket import GradBucket
 from trainkit.strategies.ddp.comm_hooks import average_hook
-from trainkit.strategies.ddp.transport import HookSteps
+from trainkit.strategies.reducer.bucket import GradBucket
+from trainkit.strategies.transports.process_group import HookSteps
 
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoint.store import load_from

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trainkit.strategies.ddp.bucket_plan import MIB
 from trainkit.strategies.ddp.comm_hooks import PowerSGD, average_hook, make_comm_hook, power_sgd_hook
-from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.bucket_plan import MIB
+from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
 
 from trainkit.testing import run_ranks
 

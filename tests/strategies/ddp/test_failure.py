@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
-from trainkit.strategies.ddp.transport import WatchedWork
+from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
+from trainkit.strategies.transports.process_group import WatchedWork
 
 from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy, DistributedDataParallel
-from trainkit.strategies.ddp.grad_norm import total_norm
-from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.grad_norm import total_norm
+from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Data, TaskModule, Trainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.host_copy import CudaHostCopier
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.transports.host_copy import CudaHostCopier
 
 from tests.equality import largest_difference
 from tests.strategies.fusion.training import trained

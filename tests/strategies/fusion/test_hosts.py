@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
-from trainkit.strategies.ddp import DDPStrategy, reductions
-from trainkit.strategies.fusion.communication_thread import CommunicationThread
+from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.reducer import reductions
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.transports.communication_thread import CommunicationThread
 
 from tests.equality import StepWeights, largest_difference, numbers
 from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, train, trained

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.fusion import exchange as exchange_module
-from trainkit.strategies.fusion.exchange import GlooExchange, TransferWork
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.fusion.transport import FusionSettings, open_server_groups, ordered_sum
-from trainkit.strategies.own_groups import OwnGroups
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.transports import gloo_ring as exchange_module
+from trainkit.strategies.transports.gloo_ring import GlooExchange, TransferWork
+from trainkit.strategies.transports.own_groups import OwnGroups
+from trainkit.strategies.transports.sharded import FusionSettings, open_server_groups, ordered_sum
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
 from tests.marks import in_make_zoo

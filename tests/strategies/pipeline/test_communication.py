@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.host_copy import HostCopier
 from trainkit.strategies.pipeline.communication import DeviceChannel, Lane, StageChannel, lane_backend
 from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.transports.host_copy import HostCopier
 
 from tests.strategies.pipeline.models import EncoderDecoder, Gpt, Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies.host_layout import HostLayout
 from trainkit.strategies.pipeline import mesh as mesh_module
 from trainkit.strategies.pipeline import strategy as strategy_module
 from trainkit.strategies.pipeline.mesh import (
@@ -23,6 +22,7 @@ from trainkit.strategies.pipeline.mesh import (
 )
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.transports.host_layout import HostLayout
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches

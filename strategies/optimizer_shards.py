@@ -23,8 +23,8 @@ from trainkit.checkpoint.sharded_state import (
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 
-from ..ddp.bucket import Bucket, shaped_like
-from .transport import ShardTransport
+from .reducer.bucket import Bucket, shaped_like
+from .transports.sharded import ShardTransport
 
 ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta),

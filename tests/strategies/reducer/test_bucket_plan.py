@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.ddp.bucket_plan import MIB, GradientSpec, plan_buckets
+from trainkit.strategies.reducer.bucket_plan import MIB, GradientSpec, plan_buckets
 
 
 def spec(numel: int, kind: str = "f32", *, sparse: bool = False) -> GradientSpec:

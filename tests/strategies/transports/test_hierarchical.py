@@ -7,11 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.ddp import DDPStrategy, reductions
-from trainkit.strategies.ddp.hierarchical import HierarchicalTransport
-from trainkit.strategies.ddp.reductions import open_transport
-from trainkit.strategies.ddp.transport import ProcessGroupTransport
+from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.reducer import reductions
+from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.single import SingleStrategy
+from trainkit.strategies.transports.hierarchical import HierarchicalTransport
+from trainkit.strategies.transports.process_group import ProcessGroupTransport
 
 from tests.equality import largest_difference, numbers
 from tests.strategies.fusion.training import FailingOnLastRank, train, trained

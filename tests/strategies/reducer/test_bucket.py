@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from trainkit.strategies.ddp.bucket import Bucket, GradientEntry, LaunchQueue
-from trainkit.strategies.ddp.bucket_plan import MIB, GradientSpec, plan_buckets
-from trainkit.strategies.ddp.reducer import ReducerSettings
-from trainkit.strategies.ddp.unused_parameters import FirstBackwardStats, make_plan
+from trainkit.strategies.reducer.bucket import Bucket, GradientEntry, LaunchQueue
+from trainkit.strategies.reducer.bucket_plan import MIB, GradientSpec, plan_buckets
+from trainkit.strategies.reducer.reducer import ReducerSettings
+from trainkit.strategies.reducer.unused_parameters import FirstBackwardStats, make_plan
 
 ALONE = SimpleNamespace(size=lambda: 1)
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from trainkit.distributed.collectives import gather
 
-from ..host_layout import HostLayout, host_name
-from ..own_groups import OwnGroups
+from ..transports.half_precision import HalfPrecisionTransport
+from ..transports.hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
+from ..transports.host_layout import HostLayout, host_name
+from ..transports.own_groups import OwnGroups
+from ..transports.process_group import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
+from ..transports.shared_memory import SharedMemoryTransport, why_no_shared_memory
 from .bucket import Bucket, GradBucket, ReducerSettings
-from .half_precision import HalfPrecisionTransport
-from .hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
-from .shared_memory import SharedMemoryTransport, why_no_shared_memory
-from .transport import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
 
 logger = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
 
-from ..own_groups import OwnGroups
+from ..transports.own_groups import OwnGroups
+from ..transports.process_group import CommunicationHook, ProcessGroupTransport
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
 from .grad_norm import total_norm, whole_gradients
 from .reductions import BucketReductions, open_transport
-from .transport import CommunicationHook, ProcessGroupTransport
 from .unused_parameters import BucketFiller, FirstBackwardStats, UnusedParameters, make_plan
 
 __all__ = ["Reducer", "ReducerSettings", "Unused"]

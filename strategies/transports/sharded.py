@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ddp.transport import Transport, Work, dtype_sent
-from ..host_copy import Event, HostCopier
-from ..own_groups import OwnGroups
+from .host_copy import Event, HostCopier
+from .own_groups import OwnGroups
+from .process_group import Transport, Work, dtype_sent
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from inspect import signature
 
 import pytest
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.ddp.timeline import MIB, BucketTimes, StepTimes, Timeline
 from trainkit.strategies.fusion import FusionStrategy
+from trainkit.strategies.reducer.bucket_recorder import MIB, BucketTimes, StepTimes, Timeline
 
 
 def timeline(*buckets: tuple[float, float, float], size: int = MIB, backward_end: float = 10.0) -> Timeline:

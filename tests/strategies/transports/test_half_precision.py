@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
-from trainkit.strategies.ddp import DDPStrategy, reductions
+from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.reducer import reductions
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import StepWeights, largest_difference, numbers

@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.fusion.communication_thread import CHECK_SECONDS, CommunicationThread
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.fusion.transport import FusionSettings, ShardTransport
-from trainkit.strategies.host_copy import HostCopier
+from trainkit.strategies.transports.communication_thread import CHECK_SECONDS, CommunicationThread
+from trainkit.strategies.transports.host_copy import HostCopier
+from trainkit.strategies.transports.sharded import FusionSettings, ShardTransport
 
 from tests.equality import Perceptron, numbers
 from tests.strategies.fusion.training import train, trained
@@ -191,7 +191,8 @@ class SlowCopy:
 
 def weights_by_thread_and_copier(run_dir):
     """Return the weights after every step, by transport, sharding, thread and copier."""
-    from trainkit.strategies.fusion import exchange, shared_buffers
+    from trainkit.strategies.transports import gloo_ring as exchange
+    from trainkit.strategies.transports import shared_buffers
 
     found = {}
     for transport in ("shared_memory", "exchange"):

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..transports.process_group import PendingHook, Transport, TransportName, Work
 from .bucket_plan import BucketLayout, BucketPlan
-from .transport import PendingHook, Transport, TransportName, Work
 
 Unused = Literal["auto", "error", "graph"]
 

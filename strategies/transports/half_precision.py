@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from .transport import ProcessGroupTransport, Work, dtype_sent
+from .process_group import ProcessGroupTransport, Work, dtype_sent
 
 
 class HalfPrecisionTransport(ProcessGroupTransport):

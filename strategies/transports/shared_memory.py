@@ -32,8 +32,8 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore, stopped
 
-from ..host_layout import host_name
-from .transport import Transport, Work
+from .host_layout import host_name
+from .process_group import Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples, so that no two ranks write one
 NONCE_BYTES = 16  # random, to recognize the memory of a rank

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from ..host_layout import HostLayout
-from ..own_groups import OwnGroups
+from .host_layout import HostLayout
+from .own_groups import OwnGroups
+from .process_group import ProcessGroupTransport, Work
 from .shared_memory import LONGEST_NAP_SECONDS, SharedBucket, SharedMemoryTransport, shard_of
-from .transport import ProcessGroupTransport, Work
 
 
 class HierarchicalTransport(SharedMemoryTransport):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trainkit.strategies.ddp.grad_norm import total_norm
+from trainkit.strategies.reducer.grad_norm import total_norm
 
 CPU = torch.device("cpu")
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore, RankError
 
-from ..ddp.shared_memory import LONGEST_NAP_SECONDS, nap_after
-from ..ddp.transport import Transport, Work
-from .transport import ShardTransport, ShardWork
+from .process_group import Transport, Work
+from .sharded import ShardTransport, ShardWork
+from .shared_memory import LONGEST_NAP_SECONDS, nap_after
 
 MESSAGE_SECONDS = 1e-3  # between polls of messages, whose end is told
 CHECK_SECONDS = 0.25  # between checks for failed ranks

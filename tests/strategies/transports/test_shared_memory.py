@@ -21,9 +21,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from trainkit.strategies.ddp import shared_memory
-from trainkit.strategies.ddp.reductions import open_transport
-from trainkit.strategies.ddp.shared_memory import (
+from trainkit.strategies.reducer.reductions import open_transport
+from trainkit.strategies.transports import shared_memory
+from trainkit.strategies.transports.process_group import ProcessGroupTransport
+from trainkit.strategies.transports.shared_memory import (
     MESSAGE_BYTES,
     NONCE_BYTES,
     PeerMemory,
@@ -31,7 +32,6 @@ from trainkit.strategies.ddp.shared_memory import (
     _shards,
     why_no_shared_memory,
 )
-from trainkit.strategies.ddp.transport import ProcessGroupTransport
 
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from ..ddp.shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
-from ..host_copy import Event, open_host_copier
-from .exchange import GlooExchange
-from .transport import FusionSettings, ShardTransport, ShardWork, ordered_sum
+from .gloo_ring import GlooExchange
+from .host_copy import Event, open_host_copier
+from .sharded import FusionSettings, ShardTransport, ShardWork, ordered_sum
+from .shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
 
 
 class SharedBuffers(SharedMemoryTransport, ShardTransport):

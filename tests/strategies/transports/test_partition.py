@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.fusion.partition import equal_shards, split_into_chunks
+from trainkit.strategies.transports.partition import equal_shards, split_into_chunks
 
 from tests.strategies.fusion.training import imbalance, naive_bytes_per_server
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.fusion import exchange as exchange_module
-from trainkit.strategies.fusion.exchange import GlooExchange
-from trainkit.strategies.fusion.point_to_point import Messages
-from trainkit.strategies.fusion.transport import FusionSettings, ServerGroups
-from trainkit.strategies.host_copy import HostCopier
+from trainkit.strategies.transports import gloo_ring as exchange_module
+from trainkit.strategies.transports.gloo_ring import GlooExchange
+from trainkit.strategies.transports.host_copy import HostCopier
+from trainkit.strategies.transports.point_to_point import Messages
+from trainkit.strategies.transports.sharded import FusionSettings, ServerGroups
 
 NUM_CHUNKS = 7
 

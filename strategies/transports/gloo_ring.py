@@ -31,11 +31,11 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from ..ddp.transport import WaitableWork, WatchedWork
-from ..host_copy import Event, open_host_copier
+from .host_copy import Event, open_host_copier
 from .partition import equal_shards, split_into_chunks
 from .point_to_point import MessageThread, receive, send
-from .transport import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
+from .process_group import WaitableWork, WatchedWork
+from .sharded import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
 
 _SUM, _WEIGHTS = range(2)  # kinds of messages
 _NUM_TAGS = 2**20  # of a kind; far more than are under way at once

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from trainkit.strategies.ddp.bucket_plan import MIB
 from trainkit.strategies.ddp.distributed_data_parallel import unreached_parameters
-from trainkit.strategies.ddp.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.bucket_plan import MIB
+from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
 
 from trainkit.testing import run_ranks
 

@@ -1,0 +1,1 @@
+"""Gradients in buckets, reduced while backward runs."""
