@@ -13,12 +13,9 @@ from trainkit.callback import Callback
 from trainkit.errors import UserError, check_types
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.run import Run
-from trainkit.strategy import Strategy, check_whole_parameters
+from trainkit.strategy import check_whole_parameters, has_full_gradients
 
 logger = logging.getLogger(__name__)
-
-PARTIAL_GRADIENTS = ("shard_optimizer", "optimizer_in_backward")
-"""Settings of strategies under which no rank has the complete gradients before the optimizer's step."""
 
 
 class GradientNorms(Callback):
@@ -82,8 +79,3 @@ class GradientNorms(Callback):
             # Private: one kernel for all norms; torch has no public function for the norm of each tensor of a list.
             norms = torch._foreach_norm([gradient for _, gradient in used])
             self._measured[phase_optimizer.phase] = ([name for name, _ in used], torch.stack(norms))
-
-
-def has_full_gradients(strategy: Strategy) -> bool:
-    """Return False if the optimizer is sharded or steps during backward: hooks see no complete gradients then."""
-    return not any(getattr(strategy, setting, False) for setting in PARTIAL_GRADIENTS)

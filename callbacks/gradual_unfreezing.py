@@ -12,9 +12,7 @@ from trainkit.duration import Duration
 from trainkit.errors import UserError
 from trainkit.model.transforms import freeze_statistics, frozen_batch_norms
 from trainkit.run import Run
-from trainkit.strategy import local_state
-
-from .gradient_norms import PARTIAL_GRADIENTS, has_full_gradients
+from trainkit.strategy import PARTIAL_GRADIENTS, has_full_gradients, local_state
 
 
 class GradualUnfreezing(Callback):

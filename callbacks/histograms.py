@@ -10,9 +10,7 @@ from trainkit.duration import Duration, Interval
 from trainkit.errors import UserError, check_types
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.run import Run
-from trainkit.strategy import check_whole_parameters, local_state
-
-from .gradient_norms import has_full_gradients
+from trainkit.strategy import check_whole_parameters, has_full_gradients, local_state
 
 
 class Histograms(Callback):

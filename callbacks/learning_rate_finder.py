@@ -28,10 +28,8 @@ from trainkit.report.html import Section, element, page
 from trainkit.report.record import Curve
 from trainkit.rng import preserve_rng
 from trainkit.run import Run
-from trainkit.strategy import SupportsPhases, local_state
+from trainkit.strategy import PARTIAL_GRADIENTS, SupportsPhases, local_state
 from trainkit.tree import map_tensors
-
-from .gradient_norms import PARTIAL_GRADIENTS
 
 logger = logging.getLogger(__name__)
 

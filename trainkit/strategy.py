@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _NO_CONTEXT = nullcontext()
 _DEVICE_KINDS = ("auto", "cpu", "cuda", "mps")
+PARTIAL_GRADIENTS = ("shard_optimizer", "optimizer_in_backward")
+"""Settings of strategies under which no rank has the complete gradients before the optimizer's step."""
 
 
 class Strategy:
@@ -530,6 +532,11 @@ def named_state(task: nn.Module) -> dict[str, Tensor]:
 def metric_modules(strategy: Strategy, task: TaskModule) -> list[nn.Module]:
     """Return the modules with metric states in the task, then those in each copy of it in this process."""
     return strategy.metric_modules(task) if isinstance(strategy, SupportsReplicas) else metrics_in(task)
+
+
+def has_full_gradients(strategy: Strategy) -> bool:
+    """Return False if the optimizer is sharded or steps during backward: hooks see no complete gradients then."""
+    return not any(getattr(strategy, setting, False) for setting in PARTIAL_GRADIENTS)
 
 
 def check_whole_parameters(strategy: Strategy, what: str) -> None:

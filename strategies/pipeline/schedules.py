@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 FORWARD = "F"
@@ -23,13 +23,9 @@ class Action:
         return f"{work} of micro-batch {self.micro_batch} in stage {self.stage}"
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
-SYNONYMS = {"simple": "gpipe", "interleaved": "1f1b"}
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule for a number of ranks; only `interleaved_1f1b` has several stages per rank.
+    """A schedule for a number of ranks; those in `SEVERAL_STAGES` have several stages per rank.
 
     With `max_in_flight` no rank has more micro-batches between forward and backward: ranks are idle for longer, or with
     `1f1b` and more of them than ranks wait less for messages.
@@ -47,10 +43,10 @@ class Schedule:
 
     def actions(self, rank: int, num_micro_batches: int) -> list[Action]:
         """Return the actions of a rank for one step batch, in order."""
-        if self.name == "interleaved_1f1b":
-            per_rank = self.stages_per_rank
-            return list(interleaved_one_f_one_b(rank, self.num_ranks, num_micro_batches, stages_per_rank=per_rank))
-        generator = gpipe if self.name == "gpipe" else one_f_one_b
+        if self.name in SEVERAL_STAGES:
+            interleaved = SEVERAL_STAGES[self.name]
+            return list(interleaved(rank, self.num_ranks, num_micro_batches, stages_per_rank=self.stages_per_rank))
+        generator = SCHEDULES[self.name]
         return list(generator(rank, self.num_ranks, num_micro_batches, max_in_flight=self.max_in_flight))
 
     def in_flight(self, num_micro_batches: int) -> list[int]:
@@ -151,6 +147,22 @@ def interleaved_one_f_one_b(
         # The order of whole groups cannot deadlock, and neither can it without the actions of some micro-batches.
         if action.micro_batch < num_micro_batches:
             yield action
+
+
+SCHEDULES: dict[str, Callable[..., Iterator[Action]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+"""Generators of the actions of a rank with one stage, by name.
+
+What the runtime relies on, of these and of `SEVERAL_STAGES`:
+
+- Each micro-batch goes once forward and once backward through each stage of the rank.
+- Each stage has the micro-batches of a kind in ascending order, as the stages beside it, to which it sends in this order.
+- The last action is a backward: gradients are reduced over replicas in it, and before it they only accumulate.
+- With the actions of the other ranks it does not deadlock: `simulate` returns.
+- At most `max_in_flight` micro-batches are between forward and backward, if it is given.
+"""
+SEVERAL_STAGES: dict[str, Callable[..., Iterator[Action]]] = {"interleaved_1f1b": interleaved_one_f_one_b}
+"""Those of a rank with `stages_per_rank` stages, of which stage `s` belongs to rank `s % num_ranks`."""
+SYNONYMS = {"simple": "gpipe", "interleaved": "1f1b"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from .partition import SharedParameters
 from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
 from .planner import TrainingStep
 from .runtime import PipelineRuntime, ReadLoss, lanes_of
-from .schedules import SCHEDULES, SYNONYMS, Schedule, most_in_flight
+from .schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS, Schedule, most_in_flight
 from .stage import Placement
 from .stage_executor import StageExecutor, in_precision
 from .staged_model import StagedModel, check_name, step_key
@@ -154,10 +154,10 @@ class PipelineStrategy(MultiProcessStrategy):
             )
         if verify not in ("auto", "off") and (not isinstance(verify, int) or verify < 0):
             raise UserError(f"verify must be auto, off or a number of steps, got {verify!r}.")
-        name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SYNONYMS]))
+        name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SEVERAL_STAGES, *SYNONYMS]))
         if max_in_flight is not None:
             _check_in_flight(name, max_in_flight, needed=most_in_flight(stages, stages_per_rank))
-        self.schedule = Schedule(name, stages, stages_per_rank if name == "interleaved_1f1b" else 1, max_in_flight)
+        self.schedule = Schedule(name, stages, stages_per_rank if name in SEVERAL_STAGES else 1, max_in_flight)
         check_name("placement", placement, ("auto", "cluster", "spread"))
         self.mesh = PipelineMesh(stages=stages, replicas=replicas, placement=placement)
         self.staged_model = StagedModel(
@@ -786,9 +786,9 @@ def _check_in_flight(schedule: str, limit: int, *, needed: int) -> None:
     """Raise UserError for a limit of micro-batches that is not a number, or with which the schedule cannot be run."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise UserError(f"max_in_flight must be a whole number, at least 1, or null, got {limit!r}.")
-    if schedule == "interleaved_1f1b" and limit < needed:
+    if schedule in SEVERAL_STAGES and limit < needed:
         raise UserError(
-            f"strategy.max_in_flight={limit} is too few for strategy.schedule=interleaved_1f1b, whose first rank has "
+            f"strategy.max_in_flight={limit} is too few for strategy.schedule={schedule}, whose first rank has "
             f"up to {needed} micro-batches in flight. Type strategy.max_in_flight={needed}, or strategy.schedule=1f1b, "
             "which can be run with 1."
         )

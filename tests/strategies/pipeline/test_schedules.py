@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 from trainkit.strategies.pipeline.schedules import (
     BACKWARD,
     FORWARD,
+    SCHEDULES,
+    SEVERAL_STAGES,
     Schedule,
     gpipe,
     idle_share,
@@ -41,7 +43,7 @@ def _most_in_flight(actions):
     return most
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_the_drawing_in_the_docstring_is_the_schedule(schedule):
     spans = simulate(_actions(schedule, 3, 4), _costs(3), 3)
 
@@ -58,7 +60,7 @@ sizes = {"num_ranks": st.integers(1, 6), "num_micro_batches": st.integers(1, 17)
 
 
 @settings(deadline=None, max_examples=60)
-@given(schedule=st.sampled_from([gpipe, one_f_one_b]), **sizes)
+@given(schedule=st.sampled_from([*SCHEDULES.values()]), **sizes)
 def test_every_micro_batch_goes_once_forward_and_once_backward_in_an_order_that_can_be_run(
     schedule, num_ranks, num_micro_batches
 ):
@@ -71,12 +73,12 @@ def test_every_micro_batch_goes_once_forward_and_once_backward_in_an_order_that_
 
 
 @settings(deadline=None, max_examples=60)
-@given(stages_per_rank=st.integers(1, 4), **sizes)
+@given(schedule=st.sampled_from([*SEVERAL_STAGES.values()]), stages_per_rank=st.integers(1, 4), **sizes)
 def test_several_stages_a_rank_never_wait_for_themselves_also_with_a_short_last_group(
-    num_ranks, num_micro_batches, stages_per_rank
+    schedule, num_ranks, num_micro_batches, stages_per_rank
 ):
     num_stages = num_ranks * stages_per_rank
-    actions = _actions(interleaved_one_f_one_b, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+    actions = _actions(schedule, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
 
     spans = simulate(actions, _costs(num_stages), num_stages)
 
@@ -93,6 +95,11 @@ def _assert_complete(actions, num_stages, num_micro_batches):
         for stage in range(num_stages)
         for micro_batch in range(num_micro_batches)
     )
+    assert all(rank_actions[-1].kind == BACKWARD for rank_actions in actions)
+    for stage in range(num_stages):
+        for kind in (FORWARD, BACKWARD):
+            of_stage = [a.micro_batch for todo in actions for a in todo if (a.stage, a.kind) == (stage, kind)]
+            assert of_stage == sorted(of_stage)
 
 
 def _assert_happens_before(spans, num_stages):
@@ -110,7 +117,7 @@ def test_1f1b_holds_no_more_micro_batches_than_there_are_stages_behind_it(num_ra
 
 
 @settings(deadline=None, max_examples=60)
-@given(name=st.sampled_from(["gpipe", "1f1b"]), limit=st.integers(1, 8), **sizes)
+@given(name=st.sampled_from([*SCHEDULES]), limit=st.integers(1, 8), **sizes)
 def test_no_rank_has_more_micro_batches_than_the_limit_for_more_idle_time(name, limit, num_ranks, num_micro_batches):
     schedule = Schedule(name, num_ranks, max_in_flight=limit)
     actions = [schedule.actions(rank, num_micro_batches) for rank in range(num_ranks)]
@@ -151,7 +158,7 @@ def test_several_stages_a_rank_hold_a_bounded_number_of_micro_batches(num_ranks,
         assert _most_in_flight(actions) <= limit
 
 
-@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16)])
 def test_the_idle_share_of_balanced_stages_is_the_formula(schedule, num_ranks, num_micro_batches):
     spans = simulate(_actions(schedule, num_ranks, num_micro_batches), _costs(num_ranks), num_ranks)
