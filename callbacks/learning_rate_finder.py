@@ -145,6 +145,8 @@ class LearningRateFinder(Callback):
                 else:
                     control.run_due_phases()
                 means.add(control.outputs)
+            # The mean over ranks, so that all of them end the trial in the same step. It waits for the device in each
+            # one: a loss that explodes must be seen at once.
             loss = means.reduce(run.strategy.comm).get(name)
             if loss is None or step % phase_optimizer.every:  # the phase is not due in this step
                 continue

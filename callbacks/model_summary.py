@@ -53,6 +53,7 @@ class ModelSummary(Callback):
         batch = example_batch(run) if self.costs else None
         if batch is None:
             return None
+        # The dtypes of the forward decide how much is kept for backward.
         with run.precision.forward():
             return cost_of_step(run.task, batch, steps=steps_of(run))
 

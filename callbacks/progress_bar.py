@@ -81,8 +81,9 @@ class ProgressBar(Callback):
             f"{run.stop_reason or 'finished'}: {state.step:,} steps, {number(round(state.epochs, 2))} epochs, "
             f"{state.samples:,} samples, {clock(state.seconds)}"
         )
-        last = sorted(state.metrics.items(), key=lambda item: (item[0].startswith("train/"), item[0]))
-        show(Table("Metrics", ["metric", "last"], [[name, number(value)] for name, value in last]))
+        # Those of validation first.
+        metrics = sorted(state.metrics.items(), key=lambda item: (item[0].startswith("train/"), item[0]))
+        show(Table("Metrics", ["metric", "last"], [[name, number(value)] for name, value in metrics]))
         if run.checkpointer.store is not None and run.checkpointer.store.entries():
             show(_checkpoint_table(run.checkpointer.store))
 
@@ -189,6 +190,7 @@ class LiveProgress:
         from rich.live import Live
 
         self._shown = ExitStack()
+        # Taken before the start, which replaces both streams.
         streams, draw = (sys.stdout, sys.stderr), ProgressText(progress).draw
         display = Live(get_renderable=draw, console=terminal(), refresh_per_second=refresh_per_second, transient=True)
         display.start(refresh=True)  # a line printed while the first picture is drawn would repeat it

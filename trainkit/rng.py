@@ -21,7 +21,7 @@ def seed_everything(seed: int) -> None:
     import numpy as np
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy refuses larger seeds
     torch.manual_seed(seed)
 
 
@@ -32,12 +32,14 @@ def rng_state(*, devices: bool = True) -> dict[str, Any]:
     """
     import numpy as np
 
+    # Plain values and tensors alone: checkpoints are read with `weights_only`, which refuses arrays of numpy.
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     version, internal, gauss = random.getstate()
     return {
         "python": {"version": version, "internal": list(internal), "gauss": gauss},
         "numpy": {
+            # As int64: few operations of torch know uint32.
             "keys": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
             "position": numpy_state["state"]["pos"],
             "has_gauss": numpy_state["has_gauss"],
@@ -73,9 +75,11 @@ def preserve_rng() -> Iterator[None]:
 
 def python_rng_state() -> tuple[Any, ...]:
     """Return the state of python's generator and, where it is imported, numpy's; it differs after a draw."""
+    # Not imported for this alone: what nobody has imported nobody has drawn from.
     if "numpy" not in sys.modules:
         return (random.getstate(),)
     kind, keys, *rest = sys.modules["numpy"].random.get_state()
+    # As bytes, since states are compared and `==` of arrays gives an array.
     return random.getstate(), (kind, keys.tobytes(), *rest)
 
 
@@ -97,12 +101,12 @@ def seed_python(seed: int) -> None:
 @contextmanager
 def seeded_python(seed: int) -> Iterator[None]:
     """Seed python's and numpy's generators in the block, and restore them at its end."""
-    before = python_rng_state()
+    saved = python_rng_state()
     seed_python(seed)
     try:
         yield
     finally:
-        set_python_rng_state(before)
+        set_python_rng_state(saved)
 
 
 _GLOBAL = ("python", "python", "numpy", "numpy", "torch")
@@ -116,6 +120,7 @@ class SavedGenerators:
     """
 
     def __init__(self) -> None:
+        # Equal to no fingerprint, so that the first `save` reads every state.
         self._fingerprints: tuple[Any, ...] = (None,) * len(_GLOBAL)
         self._states: dict[str, Any] = {}
 
@@ -137,6 +142,7 @@ class SavedGenerators:
         fingerprints = _fingerprints()
         if fingerprints == self._fingerprints:
             return set()
+        # The fingerprints stay valid: with the saved states the generators have those of `save` again.
         drawn = _differing(fingerprints, self._fingerprints)
         for name in drawn:
             _set_state(name, self._states[name])
@@ -156,6 +162,7 @@ class DrawSeeds:
 
         Where it draws from a generator for the first time it is called again: its first draws were not seeded.
         """
+        # Ends after four calls at most: each repetition adds one of three generators.
         while True:
             self._saved.save()
             try:
@@ -178,7 +185,8 @@ def _seed(name: str, seed: int) -> None:
     elif name == "numpy":
         _numpy_random().seed(seed % 2**32)
     else:
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` seeds every device, in 100 times as long
+        # Of the CPU alone: `torch.manual_seed` seeds every device, in 100 times as long.
+        torch.default_generator.manual_seed(seed)
 
 
 def _state(name: str) -> Any:
@@ -202,33 +210,36 @@ def _fingerprints() -> tuple[Any, ...]:
     A generator draws from a table of 624 words, which it renews at its end: a draw changes the position, and a renewal
     the first word. Normal draws come in pairs, of which the second number is kept beside them.
     """
-    python, instance, kept_by_numpy, table, positions, kept = _memory(
+    # Private: numpy has no public way to the generator of its module's functions without a copy of the table.
+    python, instance, numpy_normal, table, positions, torch_normals = _memory(
         _numpy_random().random_sample.__self__._bit_generator
     )
     return (
         python.tobytes(),
         instance.gauss_next,
-        kept_by_numpy.tobytes(),
+        numpy_normal.tobytes(),
         table.tobytes(),
-        (positions.tobytes(), kept.tobytes()),
+        (positions.tobytes(), torch_normals.tobytes()),
     )
 
 
-@cache  # of numpy's generator of bits, which a call can replace
+# By numpy's generator of bits, which a call can replace. The cache holds it, so that its memory is not freed while a
+# view of it is left; the other generators live as long as the process.
+@cache
 def _memory(bit_generator: Any) -> tuple[Any, ...]:
     """Return views of the memory of which `_fingerprints` has the parts, and python's generator."""
     python: Any = random.random.__self__  # type: ignore[attr-defined] # the instance that the module's functions belong to
     numpy: Any = _numpy_random().random_sample.__self__
-    # `np.random.seed` has refused any other table.
+    # 624 words and the position in them. `np.random.seed` has refused any other table.
     table = (ctypes.c_uint32 * 625).from_address(bit_generator.ctypes.state_address)
-    positions, kept = _torch_engine()
+    positions, torch_normals = _torch_engine()
     return (
         memoryview(_fields(python, 8)),  # position, first word
         python,
-        memoryview(_fields(numpy)),  # kept number
+        memoryview(_fields(numpy)),  # the second normal number of a pair
         memoryview(table).cast("B").cast("I")[::624],  # first word, position
         positions,
-        kept,
+        torch_normals,
     )
 
 
@@ -238,6 +249,7 @@ def _differing(now: tuple[Any, ...], saved: tuple[Any, ...]) -> set[str]:
 
 def _fields(instance: Any, size: int | None = None) -> Any:
     """Return the memory of an object's first fields in C, by default of all."""
+    # In CPython the id is the address. The fields begin after what every object has: reference count and type.
     header = object.__basicsize__
     return (ctypes.c_char * (size or type(instance).__basicsize__ - header)).from_address(id(instance) + header)
 
@@ -249,16 +261,21 @@ def _torch_engine() -> tuple[Any, Any]:
     another build of torch, what is returned reads the state.
     """
     generator = torch.default_generator
+    # The state has each word of the table as 64 bits, the object as 32. Eight of them are not found by chance.
     words = struct.pack("8I", *generator.get_state()[24:88].view(torch.int64).tolist())
+    # The first field of the Python object is the pointer to the C++ object.
     address = ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value or 0
     start = ctypes.string_at(address, 256).find(words)  # the object has 2.6 KB
     if start < 0:
         return _TorchState(), _TorchState()
+    # Before the table: seed (8 bytes), left (4), seeded (4 with padding), next (4); 24 with its first word.
     positions = (ctypes.c_char * 24).from_address(address + start - 20)
     return memoryview(positions), memoryview((ctypes.c_char * 24).from_address(address + start + 4 * 624))
 
 
 class _TorchState:
+    """Has the `tobytes` of a view, and reads the whole state at each call."""
+
     def tobytes(self) -> bytes:
         return torch.default_generator.get_state().numpy().tobytes()
 

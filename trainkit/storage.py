@@ -11,8 +11,10 @@ from typing import Any
 
 from trainkit.errors import UserError, nearest
 
+# A scheme has two letters or more, so that `C:/runs` is a path. One slash is enough: a Path keeps one of two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/+")
 _INSTALL = "pip install 'trainkit-torch[remote]'"
+# Any part of a path except an empty one, `.` and `..`, which could lead out of the folder.
 _NO_TRAVERSAL = re.compile(r"(?:[^/]*[^/.][^/]*|\.{3,})")
 
 
@@ -55,8 +57,10 @@ def file_system(url: str) -> tuple[Any, str]:
             f"{url}: the scheme {scheme!r} is unknown.{nearest(scheme, schemes)} Write a URL such as s3://bucket/run7 "
             "or file:///folder/run7, or a local path."
         )
+    # A bucket has no folders to make; the local file system has.
     options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
     try:
+        # Without its cache of listings, which would not show what other processes write.
         fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
         raise UserError(f"{url} needs a package that is not installed ({error}). For s3: {_INSTALL}.") from None

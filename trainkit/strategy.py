@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainkit.profiling import Overlap
 
 T = TypeVar("T")
-_NO_CONTEXT = nullcontext()
+_NO_CONTEXT = nullcontext()  # without a state, so one serves all steps
 _DEVICE_KINDS = ("auto", "cpu", "cuda", "mps")
 PARTIAL_GRADIENTS = ("shard_optimizer", "optimizer_in_backward")
 """Settings of strategies under which no rank has the complete gradients before the optimizer's step."""
@@ -156,6 +156,7 @@ class Strategy:
 
     def _move_task(self, task: TaskModule) -> None:
         """Leave the task on the device, with values and in the dtype of the precision."""
+        # Values first, as `to` refuses the meta device; then the dtype, so that a smaller one is what is copied.
         make_real(task, device=self.device)
         self.precision.prepare(task)
         task.to(self.device)
@@ -173,13 +174,16 @@ class Strategy:
 
     def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
         """Return True if `retrain` must be called: what is trained has changed since the last step, on every rank."""
+        # Without a short cut: `follow_groups` takes over the groups of each optimizer.
         is_outdated = False
         for phase_optimizer in phase_optimizers:
             is_outdated |= phase_optimizer.follow_groups()
+        # A list, which is built faster than a generator is stepped: this runs before every step.
         return is_outdated or any([parameter.requires_grad for parameter in self._untrained.values()])
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         """Train the parameters that require a gradient now and those in the optimizers now; collective."""
+        # Phases first: within one the parameters of the others are frozen, and would be lost to training.
         self.end_phases()
         self._find_trained(task)
 
@@ -188,8 +192,9 @@ class Strategy:
 
     def add_untrained(self, task: TaskModule) -> None:
         """Know of parameters that were added to the task, so that `is_outdated` finds those that require a gradient."""
+        # By identity, as `in` compares tensors by elements.
         trained = set(map(id, self._all_trained))
-        self._untrained = {name: each for name, each in task.named_parameters() if id(each) not in trained}
+        self._untrained = {name: tensor for name, tensor in task.named_parameters() if id(tensor) not in trained}
 
     def _check_untrained(self) -> None:
         """Raise UserError for a parameter that a step has unfrozen: ranks or replicas would not sum its gradient."""
@@ -225,6 +230,7 @@ class Strategy:
 
     def step_batches(self, batches: Iterator[StepBatch], *, pin_memory: bool) -> Iterator[StepBatch]:
         """Return the batches with their micro-batches on the device; on CUDA the next one is copied ahead."""
+        # The usual case of a CPU: not even a generator in the loop.
         if self.device.type == "cpu" and self.precision.batch_type is None:
             return batches
         from trainkit.data.prefetch import prefetched
@@ -245,7 +251,9 @@ class Strategy:
         outputs: list[StepOutput] = []
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
+            # Gradients are reduced once a step, while the last backward runs.
             with self.no_sync() if index < last else self._synced():
+                # The backward is outside of autocast, as torch asks: it uses the dtypes of the forward.
                 with self.precision.forward():
                     returned = getattr(task, self._step_name)(micro_batch.batch)
                 output = read_training_output(
@@ -265,8 +273,10 @@ class Strategy:
 
         Returns the global norm of the gradients before clipping, a scalar on the device, if it was needed.
         """
+        # Unscaled first: the scaler has made gradients larger than what is clipped, measured and reported.
         phase_optimizer.unscale()
         norm = None
+        # A norm reads every gradient, and under a strategy with ranks may be a collective.
         if phase_optimizer.clip.norm is not None or phase_optimizer.skip_nonfinite:
             norm = self._grad_norm(phase_optimizer)
         if phase_optimizer.clip.norm is not None and norm is not None:
@@ -290,12 +300,15 @@ class Strategy:
         loss = output.loss
         assert loss is not None
         weight = loss_weight(output, micro_batch, batch)
+        # Not multiplied by 1, which would be a kernel more. A tensor is not compared: that would wait for the device.
         self.precision.scale(loss if isinstance(weight, float) and weight == 1.0 else loss * weight).backward()
+        # Outputs live until they are logged, and with its graph each would hold its activations.
         output.loss = loss.detach()
 
     def _normalize_gradients(self, outputs: Sequence[StepOutput], batch: StepBatch) -> None:
         """Divide by the batch's sum of weights if the task returned weights; collective."""
         if len(outputs) > 1 and any(output.own_weight for output in outputs):
+            # The sum is known only after the last forward: until then gradients are divided by the number of samples.
             total = sum(output.weight for output in outputs)  # 0 for a batch of padding only
             if isinstance(total, Tensor):
                 self._scale_gradients(torch.where(total > 0, batch.num_samples / total, 0.0))
@@ -306,6 +319,7 @@ class Strategy:
         parameters = (*self._trained, *self._untrained.values())  # one process may train what the step unfreezes
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:  # a pipeline's stage may have none
+            # Private: torch has no public function that scales a list of tensors in one kernel.
             torch._foreach_mul_(gradients, factor)
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
@@ -390,6 +404,7 @@ class PhaseTraining(Strategy):
     def begin_phase(self, phase_optimizer: PhaseOptimizer, *, step_name: str) -> None:
         """Freeze all parameters but those of this phase, and train by the task's method `step_name`."""
         chosen = {id(parameter) for parameter in phase_optimizer.parameters}
+        # A frozen parameter gets no gradient from this phase's loss, and its backward costs nothing.
         for parameter in self._all_trained:
             parameter.requires_grad_(id(parameter) in chosen)
         self._trained = phase_optimizer.parameters
@@ -398,12 +413,14 @@ class PhaseTraining(Strategy):
 
     def end_phases(self) -> None:
         """Unfreeze the parameters of all phases; may be called without a phase."""
+        # Nothing without a phase: what the user has frozen since the last step stays frozen.
         for parameter in self._all_trained if self._trained is not self._all_trained else ():
             parameter.requires_grad_(True)
         self._trained, self._step_name = self._all_trained, "training_step"
 
     def teardown(self) -> None:
         """End the phases, leave the other ranks and release resources; may be called twice."""
+        # The task is the user's again, and must not keep a phase's frozen parameters.
         self.end_phases()
         super().teardown()
 
@@ -560,10 +577,12 @@ def check_phases_run(task: TaskModule, strategy: Strategy) -> None:
 
 def loss_weight(output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> float | Tensor:
     """Return the factor of a micro-batch's loss in the sum that backward starts from."""
+    # Without a weight of the task the factors of a step, over all ranks and micro-batches, add up to 1.
     if micro_batch.num_samples != batch.num_samples:
         return output.weight / batch.num_samples
     if not output.own_weight:
         return 1.0
+    # One micro-batch is the whole step: its mean needs no weight, unless there is nothing in it.
     weight = output.weight  # 0 for a batch of padding only
     return (weight > 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight > 0)
 

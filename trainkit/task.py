@@ -127,6 +127,7 @@ def evaluation_mode(root: nn.Module) -> Iterator[None]:
 
 def has_phases(task: TaskModule) -> bool:
     """Return True if a task is trained in phases; raises UserError for `manual` without any."""
+    # Looked up on the object: LightningTask sets it there, if its module drives several optimizers.
     declared = getattr(task.configure_phases, "__func__", None) is not TaskModule.configure_phases
     if task.manual and not declared:
         raise UserError(

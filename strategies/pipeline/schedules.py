@@ -155,7 +155,7 @@ SCHEDULES: dict[str, Callable[..., Iterator[Action]]] = {"gpipe": gpipe, "1f1b":
 What the runtime relies on, of these and of `SEVERAL_STAGES`:
 
 - Each micro-batch goes once forward and once backward through each stage of the rank.
-- Each stage has the micro-batches of a kind in ascending order, as the stages beside it, to which it sends in this order.
+- Each stage has the micro-batches of a kind in ascending order, in which it sends to the stages beside it.
 - The last action is a backward: gradients are reduced over replicas in it, and before it they only accumulate.
 - With the actions of the other ranks it does not deadlock: `simulate` returns.
 - At most `max_in_flight` micro-batches are between forward and backward, if it is given.

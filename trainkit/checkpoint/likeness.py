@@ -29,11 +29,13 @@ def unlike(own: Any, saved: Any, place: str, *, required: Set[str] = REQUIRED) -
             yield f"{place} is not a mapping"
             return
         for key, value in own.items():
+            # Keys of `saved` alone are allowed: another version of torch may save more.
             if key in saved:
                 yield from unlike(value, saved[key], f"{place}.{key}", required=required)
             elif key in required:
                 yield f"{place}.{key} is missing"
     elif isinstance(own, (list, tuple)):
+        # Any length fits an empty list, which may have been filled since the run began.
         if not isinstance(saved, (list, tuple)) or (own and len(saved) != len(own)):
             yield f"{place} is not a list of {len(own)} values"
             return
@@ -45,6 +47,7 @@ def unlike(own: Any, saved: Any, place: str, *, required: Set[str] = REQUIRED) -
 
 
 def _fits(expected: Any, saved: Any, key: str) -> bool:
+    # A rate is a tensor with a compiled or capturable optimizer; its number decides.
     if key in _RATES:
         expected, saved = (
             value.item() if isinstance(value, Tensor) and not value.dim() else value for value in (expected, saved)
@@ -57,14 +60,17 @@ def _fits(expected: Any, saved: Any, key: str) -> bool:
         return is_tensor and saved.dtype == expected.dtype and saved.shape == expected.shape
     if isinstance(expected, (bool, str)) or (key in _COUNTS and type(saved) is not type(expected)):
         return type(saved) is type(expected)
+    # An object of another type is checked by what loads it.
     if not isinstance(expected, (int, float)):
         return True
     # A number that is not negative in a new run may be a count, and must not become negative.
     least = 0 if key in _NOT_NEGATIVE or (isinstance(expected, int) and expected >= 0) else -math.inf
+    # An infinite value of a new run, such as the best loss so far, allows any number in its place, NaN too.
     return _is_number(saved) and (not math.isfinite(expected) or least <= saved < math.inf)
 
 
 def _is_number(value: Any) -> bool:
+    # Integers of a file can have any length, and above MOST are rounded where they become floats.
     is_small = not isinstance(value, int) or abs(value) < MOST
     return isinstance(value, Real) and not isinstance(value, bool) and is_small
 

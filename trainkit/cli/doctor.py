@@ -165,6 +165,7 @@ def _open_files() -> Check:
 def _clock() -> Check:
     now = time.time()
     with tempfile.NamedTemporaryFile() as file:
+        # The time is that of the file system, which may be another machine's.
         os.utime(file.name)
         ahead = os.stat(file.name).st_mtime - now
     shown = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -210,6 +211,7 @@ def _collective(ranks: int) -> Check:
     import logging
 
     subject = f"{ranks} ranks"
+    # The table is the only output: a failure to communicate is a row of it, and not a log of torch.
     logging.getLogger("torch").setLevel(logging.ERROR)
     start = time.perf_counter()
     try:

@@ -47,6 +47,7 @@ def parity(arguments: Arguments) -> int:
         print(f"stopped by {stopped.signal_name}; the comparison is incomplete", file=sys.stderr)
         raise
     print(report.as_json() if as_json else printable(report.as_table()))
+    # Before the exit code: an output that cannot be written fails here, not while the interpreter ends.
     sys.stdout.flush()
     return 0 if report.is_equal else 1
 

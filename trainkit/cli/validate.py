@@ -167,8 +167,8 @@ class _Check:
             if key not in SECTIONS:
                 yield unknown_key(key, SECTIONS, all_keys=self._all_keys)
         if isinstance(self._settings.get("recipe"), Mapping):
-            wrong = "the recipe's keys are below 'recipe', not at the top"
-            yield Problem("recipe", f"{wrong}; make this the first line of its file: # @package _global_")
+            mistake = "the recipe's keys are below 'recipe', not at the top"
+            yield Problem("recipe", f"{mistake}; make this the first line of its file: # @package _global_")
         yield from self._object("task", required=needs_task)
         # Without a task the data are not looked at: the task is the first thing to choose.
         if (self._settings.get("task") or {}) != {}:
@@ -272,14 +272,14 @@ class _Check:
         return None if is_own and kinds is not None else f"{target} is not trusted here. Type --trust to trust it."
 
     def _arguments(self, path: str, node: Mapping[str, Any], signature: Signature, *, of: str) -> Iterator[Problem]:
-        unknown, missing, wrong = signature.compare(node)
+        unknown, missing, invalid = signature.compare(node)
         for name in unknown:
             yield unknown_key(f"{path}.{name}", signature.parameters, all_keys=self._all_keys)
         for name, value in node.items():
             if name not in unknown:
                 parameter = signature.parameters.get(name)
                 yield from self._walk(f"{path}.{name}", value, parameter.classes if parameter else None)
-        for name, message in wrong.items():
+        for name, message in invalid.items():
             yield Problem(f"{path}.{name}", message)
         for name in missing:
             yield Problem(f"{path}.{name}", f"is missing; {of} needs it. Type {path}.{name}=VALUE")
@@ -423,8 +423,8 @@ def _ranks(strategy: Mapping[str, Any]) -> int:
 
 
 def _torchrun_processes() -> int:
-    # torchrun sets both; WORLD_SIZE alone may have another meaning.
     """Return the number of processes that torchrun started, 0 without it."""
+    # torchrun sets both; WORLD_SIZE alone may have another meaning.
     count = os.environ.get("WORLD_SIZE", "") if "RANK" in os.environ else ""
     return int(count) if count.isdigit() else 0
 

@@ -30,7 +30,7 @@ from trainkit.data.readers import Collate, StartWorker, start_worker
 from trainkit.errors import UserError
 
 STAGES = ("train", "validation", "test", "predict")
-MAX_WORKERS_PER_CORE = 8
+MAX_WORKERS_PER_CORE = 8  # above 1, as workers also wait for files; a bound against typing errors
 _LOADERS = ("torch.utils.data.dataloader", "torchdata.stateful_dataloader.stateful_dataloader")
 _SAMPLERS = ("torch.utils.data.sampler", "torchdata.stateful_dataloader.sampler")
 """Modules of the loaders and samplers that the strategy's own replace."""
@@ -176,15 +176,16 @@ class Data:
         if dataset is None:
             raise UserError(f"there is no {stage} data; pass Data({stage}=dataset).")
         # A list of samples is a map-style dataset itself, so only a list of datasets is refused.
-        if isinstance(dataset, (list, tuple)) and any(isinstance(one, (DataLoader, Dataset)) for one in dataset):
+        if isinstance(dataset, (list, tuple)) and any(isinstance(item, (DataLoader, Dataset)) for item in dataset):
             raise UserError(
                 f"the {stage} data is a {type(dataset).__name__} of datasets; pass one dataset, or for an evaluation "
                 f"several by name: Data({stage}={{'easy': first, 'hard': second}})."
             )
+        # Not a subclass of dict, which may be a dataset itself.
         if type(dataset) is not dict:
             return {"": self._stage_data(stage, dataset)}
         _check_names(stage, dataset)
-        return {name: self._stage_data(stage, one) for name, one in dataset.items()}
+        return {name: self._stage_data(stage, item) for name, item in dataset.items()}
 
     def _stage_data(self, stage: str, dataset: Any) -> StageData:
         is_train = stage == "train"
@@ -198,7 +199,7 @@ class Data:
             start = partial(start_worker, dataset=dataset.dataset, worker_init_fn=dataset.worker_init_fn)
             source, dataset = dataset, as_iterable(stage, dataset.dataset)
             is_iterable = isinstance(dataset, IterableDataset)
-            # torch gives an iterable dataset a sampler without a meaning.
+            # torch gives an iterable dataset a sampler without a meaning, whose order must not be taken for a wish.
             sampling = source if is_iterable else _sampling_of(stage, source)
             shuffle = _shuffles(sampling.sampler)
             sampler = None if is_iterable else _custom_sampler(stage, sampling.sampler)
@@ -420,9 +421,9 @@ def check_sample_weights(weights: Sequence[float] | Tensor) -> Tensor:
         ) from None
     if vector.dim() != 1:
         raise UserError(f"sample_weights must be one number for each training sample, got shape {tuple(vector.shape)}.")
-    wrong = (~torch.isfinite(vector) | (vector < 0)).nonzero()
-    if len(wrong):
-        index = int(wrong[0])
+    invalid = (~torch.isfinite(vector) | (vector < 0)).nonzero()
+    if len(invalid):
+        index = int(invalid[0])
         raise UserError(
             f"sample_weights must be 0 or more and finite, but that of sample {index} is {float(vector[index]):g}."
         )
@@ -440,6 +441,7 @@ def balanced_weights(labels: Sequence[Any] | Tensor) -> Tensor:
                 f"{tuple(labels.shape)} of {labels.dtype}."
             )
         labels = labels.tolist()
+    # Tensors hash by identity: as keys each would be a class of its own.
     classes = [label.item() if isinstance(label, Tensor) else label for label in labels]
     counts = Counter(classes)
     return torch.tensor([1 / counts[label] for label in classes], dtype=torch.float64)
@@ -459,8 +461,8 @@ def labels_of(dataset: Any) -> Sequence[Any] | Tensor:
 def _known_labels(dataset: Any) -> Sequence[Any] | Tensor | None:
     # Not for a subclass, which may make its samples of other tensors.
     if type(dataset) is TensorDataset:
-        last = dataset.tensors[-1]
-        return last if last.dim() == 1 and not last.is_floating_point() else None
+        label_column = dataset.tensors[-1]
+        return label_column if label_column.dim() == 1 and not label_column.is_floating_point() else None
     if type(dataset) is Subset:
         labels = _known_labels(dataset.dataset)
         return None if labels is None else [labels[int(index)] for index in dataset.indices]

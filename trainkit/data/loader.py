@@ -56,7 +56,7 @@ from trainkit.tree import num_rows, rows, tree_leaves
 
 logger = logging.getLogger(__name__)
 
-_STATES_KEPT = 4
+_STATES_KEPT = 4  # a prefetch is one step ahead, for which two are enough
 _CANNOT_SEEK = "has no state_dict and load_state_dict with an exact position"
 
 
@@ -86,13 +86,16 @@ def check_same_data(loaders: Mapping[str, BatchLoader], comm: Collectives) -> st
     lengths, batch sizes or orders.
     """
     facts: dict[str, Any] = {}
+    # One process has nothing to compare; only its samplers are drawn again.
     if comm.num_processes > 1:
         for name, loader in loaders.items():
             facts.update({f"{what} of the {name} data": value for what, value in loader.description().items()})
     samplers = {name: loader.order for name, loader in loaders.items() if isinstance(loader.order, SamplerOrder)}
+    # The first of two draws: `order.check` draws again, and so finds a sampler that cannot be seeded.
     drawn = {name: fingerprint(order) for name, order in samplers.items()}
     if not facts and not samplers:
         return None
+    # Everything in one collective, before any check: every rank then sees the same difference and raises, or none does.
     of_ranks = comm.all_gather_object((facts, drawn))
     first = of_ranks[0][0]
     for rank, (theirs, _) in enumerate(of_ranks):
@@ -160,9 +163,10 @@ class BatchLoader(ABC):
             yield step_batch
 
     def description(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, by name."""
+        """Return the facts in which all ranks must agree, by name."""
         order: str | None = None
         if self.order is not None:
+            # Of a sampler only the class: `check_same_data` compares what it draws, with a message of its own.
             sampler = self.stage_data.sampler
             order = fingerprint(self.order) if sampler is None else f"that of a {type(sampler).__name__}"
         return {
@@ -174,11 +178,13 @@ class BatchLoader(ABC):
 
     def resplit(self, strategy: ShardsData) -> None:
         """Split the step batches that are read from now on by the strategy's current plan."""
+        # A pre-batched item has a size of its own, which `RowSplitter` plans for when it is read.
         if self.stage_data.batch_size is not None:
             self._plan = strategy.plan(self.stage_data.batch_size, even=self.stage_data.stage == "train")
 
     def first_micro_batch(self) -> MicroBatch | None:
         """Return this rank's first micro-batch, read separately from training; `None` for an iterable dataset."""
+        # Samples may draw, and training must not depend on whether a batch was looked at before it.
         with preserve_rng():
             step_batch = next(self.step_batches(0, 0), None)
         return step_batch.micro_batches[0] if step_batch is not None and step_batch.micro_batches else None
@@ -234,6 +240,7 @@ class MapBatchLoader(BatchLoader):
         length, size = self.epoch_length, self._step_items
         starts = range(position, length, size)
         steps = (self._split(self._samples(epoch, start, min(start + size, length))) for start in starts)
+        # `steps` is lazy: without workers a step is read when it is asked for, with workers some steps before.
         for start, micro_batches in zip(starts, self._read(epoch, steps), strict=True):
             stop = min(start + size, length)
             yield StepBatch(micro_batches, stop - start, stop - start, stop == length)
@@ -244,6 +251,7 @@ class MapBatchLoader(BatchLoader):
             yield from micro_batches
 
     def sample_indices(self, step: int, state: TrainState) -> list[int]:
+        # Both divisions round up: the last step of an epoch may have fewer samples.
         size, num_steps = self._step_items, -(-self.epoch_length // self._step_items)
         steps = state.epoch * num_steps + -(-state.position // size)
         epoch, number = divmod(steps - (state.step - step) - 1, num_steps)
@@ -252,11 +260,13 @@ class MapBatchLoader(BatchLoader):
         return samples
 
     def close(self) -> None:
+        # The workers of a pool end when nothing refers to it.
         self._pool = None
 
     def _samples(self, epoch: int, start: int, stop: int) -> Tensor:
         """Return this rank's indices, in a first row of two if they can repeat: the second has their positions."""
         indices = self._sampler.shard(epoch, start, stop)
+        # An index that comes once in an epoch is its own seed, and needs no second row.
         if not self._repeats_samples:
             return indices
         return torch.stack([indices, torch.arange(start + self.rank, stop, self.world_size)])
@@ -275,6 +285,7 @@ class MapBatchLoader(BatchLoader):
             return
         sizes: deque[list[int]] = deque()  # samples of each micro-batch, for steps that are requested but not yielded
 
+        # Called by the pool in this process, so `sizes` needs no lock. A step's sizes come before its first request.
         def requests() -> Iterator[Request]:
             for step in steps:
                 sizes.append([indices.shape[-1] for indices in step])
@@ -291,6 +302,7 @@ class MapBatchLoader(BatchLoader):
                 sizes.popleft()
                 yield micro_batches
                 micro_batches = []
+        # The last steps, if this rank has no samples in them: it still takes part in their collectives.
         yield from ([] for _ in sizes)
 
     def _workers(self) -> WorkerPool:
@@ -298,6 +310,7 @@ class MapBatchLoader(BatchLoader):
             self._pool = WorkerPool(
                 self._reader,
                 num_workers=self.stage_data.num_workers,
+                # Without a GPU torch warns that nothing is pinned.
                 pin_memory=self.stage_data.pin_memory and torch.cuda.is_available(),
                 persistent=self.stage_data.persistent_workers,
                 start=self.stage_data.start_worker,
@@ -346,24 +359,26 @@ class RowSplitter:
     def step_batch(self, batch: Any, *, ends_epoch: bool) -> StepBatch:
         """Return this rank's rows of a training batch."""
         count = num_rows(batch)
-        mine = [MicroBatch(batch, count)] if self._undivided else self._split(batch, count, first=self._rank)
-        return StepBatch(mine, count, 1, ends_epoch)
+        local_rows = [MicroBatch(batch, count)] if self._undivided else self._split(batch, count, first=self._rank)
+        # A position counts items of a pre-batched dataset, not rows: the step moves it by 1.
+        return StepBatch(local_rows, count, 1, ends_epoch)
 
     def batches(self, batches: Iterable[Any]) -> Iterator[MicroBatch]:
         """Yield this rank's rows of an evaluation: r, r + W, ... over all batches."""
         position = 0
         for batch in batches:
             count = num_rows(batch)
+            # Rows are numbered over all batches, whose sizes need not be multiples of the ranks.
             yield from self._split(batch, count, first=(self._rank - position) % self._world_size)
             position += count
 
     def _split(self, batch: Any, count: int, *, first: int) -> list[MicroBatch]:
-        mine = rows(batch, slice(first, None, self._world_size), of=count)
-        num_mine = len(range(first, count, self._world_size))
+        local_rows = rows(batch, slice(first, None, self._world_size), of=count)
+        num_rows_here = len(range(first, count, self._world_size))
         size = self._strategy.plan(count, even=False).micro_batch_size
         return [
-            MicroBatch(rows(mine, slice(start, start + size), of=num_mine), min(size, num_mine - start))
-            for start in range(0, num_mine, size)
+            MicroBatch(rows(local_rows, slice(start, start + size), of=num_rows_here), min(size, num_rows_here - start))
+            for start in range(0, num_rows_here, size)
         ]
 
 
@@ -387,14 +402,17 @@ class IterableBatchLoader(BatchLoader):
 
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         epoch = 0 if self._repeat_first else epoch
+        # The state of position 0 was saved at the end of the epoch before: a save before the first step still needs it.
         self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
         samples = self._from(epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
         following = self._take(samples, position)
+        # Collective, so all ranks come here after the first global batch, before any of them computes.
         if not self._is_checked:
             self._is_checked = True
             self._check_first(samples, is_full=following.num_items == self._step_items, skipped=position)
         while following.num_items:
+            # The state is read before the next step batch is, which moves the dataset on.
             taken, state = following, self._state_after(samples)
             position += taken.num_items
             if steps_left is not None:
@@ -412,10 +430,12 @@ class IterableBatchLoader(BatchLoader):
             step_batch = self._read(samples, number)
             if not step_batch:
                 return
+            # Samples are numbered over all batches: predictions are put back in order by r, r + W, ...
             first = (self.rank - number * self._step_items) % self.world_size
             yield from self._micro_batches(step_batch[first :: self.world_size])
 
     def first_micro_batch(self) -> MicroBatch | None:
+        # To read one would move the dataset on, and not every dataset can go back.
         return None
 
     def state_dict(self, position: int) -> dict[str, Any]:
@@ -438,11 +458,13 @@ class IterableBatchLoader(BatchLoader):
 
     def _check_first(self, samples: Any, *, is_full: bool, skipped: int) -> None:
         """Warn, after the first global batch, if a resume reads samples again or if ranks read others; collective."""
+        # Without an item to compare, as with shards, no rank gathers.
         first_items = (
             self._comm.all_gather_object(self._first_item) if self._first_item and self.world_size > 1 else [""]
         )
         if self.rank != 0:
             return
+        # A worker reports no position in a batch that is not full, and a resume that skips has warned already.
         if is_full and not skipped and not self._can_resume(samples):
             logger.warning(
                 "the iterable training dataset %s: a resumed run reads its first samples again and skips them. "
@@ -465,11 +487,13 @@ class IterableBatchLoader(BatchLoader):
         """Keep the states of the last step batches, as batches may be read ahead of the one that is trained on."""
         if state:
             self._states[position] = state
+            # Position 0 is that of the next epoch, and smaller than all others although it is the latest.
             for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
                 del self._states[old]
 
     def _from(self, epoch: int, position: int) -> Any:
         """Return an iterator over the samples from `position` on, by a saved state or by reading and skipping."""
+        # Used once: a later epoch must not begin from the position of the resume.
         restored, self._restored = self._restored, {}
         has_state = self._keeps_position and restored.get("position") == position
         if position == 0 and has_state:
@@ -488,17 +512,18 @@ class IterableBatchLoader(BatchLoader):
             reason = "has no saved position (state_dict) at this step" if self._keeps_position else _CANNOT_SEEK
             random = "" if self.stage_data.num_workers else "; random numbers that it draws are not restored"
             self._warn_of_skipping(reason, position, random)
-            deque(islice(samples, position), maxlen=0)
+            deque(islice(samples, position), maxlen=0)  # reads without keeping a sample
         return samples
 
     def _warn_of_skipping(self, reason: str, position: int, random: str = "") -> None:
         what = "samples" if self.stage_data.batch_size else "batches"
-        again = f"its first {position} {what} are read again and skipped{random}."
-        logger.warning("the iterable training dataset %s: %s", reason, again)
+        consequence = f"its first {position} {what} are read again and skipped{random}."
+        logger.warning("the iterable training dataset %s: %s", reason, consequence)
 
     def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
         """Return the samples from a saved state, which the process that reads them loads."""
         if self.stage_data.num_workers:
+            # Not loaded here: the state of this process is the one that every epoch's worker starts from.
             position_of_worker = StreamPosition(restored["dataset"], restored.get("generators"))
             return self._samples(epoch, position, begins_at=position_of_worker)
         self._dataset.load_state_dict(restored["dataset"])
@@ -510,6 +535,7 @@ class IterableBatchLoader(BatchLoader):
         if stage_data.num_workers == 0:
             return iter(self._dataset)
         seed = request_seed(self.seed, epoch, position)
+        # Positions are saved after whole steps of training only; to report one copies the dataset's state.
         every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
         start = stage_data.start_worker
         return WorkerIterator(self._dataset, seed=seed, every=every, begins_at=begins_at, start=start)
@@ -537,9 +563,9 @@ class IterableBatchLoader(BatchLoader):
         count = taken.num_items
         return StepBatch(self._micro_batches(taken.mine), count, count, ends_epoch, is_even=taken.is_even)
 
-    def _micro_batches(self, mine: list[Any]) -> list[MicroBatch]:
+    def _micro_batches(self, samples: list[Any]) -> list[MicroBatch]:
         size = self._plan.micro_batch_size
-        chunks = [mine[start : start + size] for start in range(0, len(mine), size)]
+        chunks = [samples[start : start + size] for start in range(0, len(samples), size)]
         return [MicroBatch(collate(self.stage_data.collate_fn, chunk), len(chunk)) for chunk in chunks]
 
 
@@ -564,6 +590,7 @@ class PreBatchedIterableLoader(IterableBatchLoader):
         return self._rows.step_batch(self._converted(taken.mine[0]), ends_epoch=ends_epoch)
 
     def _converted(self, item: Any) -> Any:
+        # The default function takes a list of samples, and this item is a batch already.
         convert = self.stage_data.collate_fn
         return item if convert is default_collate else convert(item)
 
@@ -577,6 +604,7 @@ class ShardedBatchLoader(IterableBatchLoader):
 
     def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
         super().__init__(stage_data, strategy, **settings)
+        # Shards are opened again in every epoch.
         self._continues_over_epochs = False
         self._num_shards = num_shards_of(stage_data.dataset) or 1
         readers = num_readers(self._num_shards, self.world_size, self._step_items)
@@ -598,20 +626,23 @@ class ShardedBatchLoader(IterableBatchLoader):
             yield from super().batches()
             return
         readers = num_readers(self._num_shards, self.world_size, None)
-        own = range(self.rank % readers, self._num_shards, readers)
+        local_shards = range(self.rank % readers, self._num_shards, readers)
         chunk_size = -(-self._step_items // self._num_shards)
-        samples = read_shards(self.stage_data.dataset, own, chunk_size=chunk_size, **self._settings(0))
+        samples = read_shards(self.stage_data.dataset, local_shards, chunk_size=chunk_size, **self._settings(0))
         size = self._plan.micro_batch_size
-        kept = islice(samples, self.rank // readers, None, self.world_size // readers)
-        mine = list(islice(kept, size))
+        # Ranks that read the same shards take their samples in turn.
+        local_samples = islice(samples, self.rank // readers, None, self.world_size // readers)
+        chunk = list(islice(local_samples, size))
+        # With several sets of shards one of them may be empty, and the dataset is not.
         if readers == 1 and self.rank == 0:
-            self._check_not_empty(len(mine))
-        while mine:
-            yield from self._micro_batches(mine)
-            mine = list(islice(kept, size))
+            self._check_not_empty(len(chunk))
+        while chunk:
+            yield from self._micro_batches(chunk)
+            chunk = list(islice(local_samples, size))
 
     def state_dict(self, position: int) -> dict[str, Any]:
         """Return the place in the order and the states of all shards; collective."""
+        # All ranks remember the same positions, so all of them gather or none does.
         if position not in self._states:
             return {}
         saved = dict(self._states[position])
@@ -627,6 +658,7 @@ class ShardedBatchLoader(IterableBatchLoader):
 
     def _from(self, epoch: int, position: int) -> ShardedSamples:
         restored, self._restored = self._restored, {}
+        # The state of another number of shards does not say where to begin in these.
         if restored.get("position") != position or len(restored.get("lengths", ())) != self._num_shards:
             restored = {}
         stream = ShardedSamples(
@@ -638,6 +670,7 @@ class ShardedBatchLoader(IterableBatchLoader):
         )
         if position and not restored:
             self._warn_of_skipping("has no saved position (state_dict) at this step", position)
+            # One global batch at a time: a single take would hold all skipped samples in memory.
             for start in range(0, position, self._step_items):
                 stream.take(min(self._step_items, position - start))
         elif position and not restored["shards"]:
@@ -658,8 +691,9 @@ class ShardedBatchLoader(IterableBatchLoader):
 def _digest(item: Any) -> str:
     """Return a hash of the numbers and texts in an item."""
     values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(item)]
-    known = [value for value in values if isinstance(value, (bool, int, float, complex, str, bytes, list))]
-    return hashlib.sha256(repr(known).encode()).hexdigest()
+    # The `repr` of other objects may contain an address, which differs between ranks that read the same item.
+    plain_values = [value for value in values if isinstance(value, (bool, int, float, complex, str, bytes, list))]
+    return hashlib.sha256(repr(plain_values).encode()).hexdigest()
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:
@@ -673,6 +707,7 @@ def make_order(stage_data: StageData, *, seed: int) -> Order:
     if stage_data.sample_weights is not None:
         return WeightedOrder(stage_data.sample_weights, stage_data.num_items, seed=seed)
     order_of_dataset = getattr(stage_data.dataset, "order", None)
+    # An evaluation reads each sample once, in the order of the dataset.
     if order_of_dataset is not None and stage_data.stage == "train":
         order: Order = order_of_dataset(seed=seed, shuffle=shuffle)
         return order

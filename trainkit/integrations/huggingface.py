@@ -96,6 +96,7 @@ class HuggingFaceTask(TaskModule):
         self.model = make_model(auto_class, config=config, pretrained=pretrained)
         if adapters["rank"] is not None:
             _add_adapters(self.model, **adapters)
+        # Read once, as every batch asks for it.
         self._columns = set(inspect.signature(self.model.forward).parameters)
         self._shifts_labels = type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -151,6 +152,7 @@ class HuggingFaceTask(TaskModule):
         has_adapters = _has_adapters(self.model)
         if adapter_only and not has_adapters:
             raise UserError("the model has no adapter; train it with task.lora.rank=8, or export the whole model.")
+        # The adapters have other names and shapes than what `from_pretrained` of the whole model looks for.
         model = _merged(self.model) if has_adapters and not adapter_only else self.model
         model.save_pretrained(folder)
         source = self.model.config.name_or_path
@@ -169,12 +171,15 @@ class HuggingFaceTask(TaskModule):
         measured: dict[str, Tensor | float] = {"loss": output.loss}
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+            # A causal model predicts the next token: nothing predicts the first label.
             counted = labels[:, 1:] if self._shifts_labels else labels
             weight = measured["weight"] = (counted != IGNORED_LABEL).sum()
             measured["loss"] = torch.where(weight > 0, output.loss, 0.0)  # a mean over no token is NaN
         return measured
 
 
+# A class and not a closure: torch saves the attributes of a callable object with its schedule, and a resume compares
+# them.
 class LearningRateCurve:
     """The factor of the learning rate at each step: a rise, then what the schedule says."""
 

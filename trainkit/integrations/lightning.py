@@ -122,9 +122,11 @@ class LightningTask(TaskModule):
         super().__init__()
         _check(module)
         self.manual = not module.automatic_optimization
+        # Before any hook below, as the module's own code may read `self.trainer` and log.
         module.trainer = self.trainer_proxy = TrainerProxy()
         self.trainer_proxy.manual = self.manual
         module.log, module.log_dict = log_value, log_values  # Lightning's own need its Trainer
+        # What the module defines itself needs no Lightning and stays.
         for name in ("all_gather",) if self.manual else (*_REFUSED_CALLS, "all_gather"):
             if not overrides(module, name):
                 setattr(module, name, partial(_refuse, name))
@@ -134,6 +136,7 @@ class LightningTask(TaskModule):
         module.configure_model()
         self.module = module
         self.hooks = LightningHooks(module, self.trainer_proxy)
+        # On the object alone: a class that declares it would give every module phases.
         if self.manual:
             self.configure_phases = self._phases  # type: ignore[method-assign] # a module declares phases only then
 
@@ -157,6 +160,7 @@ class LightningTask(TaskModule):
         for part in self.module.modules():
             # Private: LightningModule keeps under these names what its properties return.
             if hasattr(part, "_device") and hasattr(part, "_dtype"):
+                # What `fn` does to tensors is known only from its result; this one has no element.
                 probe = fn(torch.empty(0, device=part._device, dtype=part._dtype))
                 part._device, part._dtype = probe.device, probe.dtype
         return self
@@ -229,6 +233,7 @@ class LightningTask(TaskModule):
         with capture_logged() as logged:
             returned = self._call_step(stage, batch)
         name, training = type(self.module).__name__, stage == "train"
+        # In the forms of Lightning: the loss itself, a mapping with it, or None.
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         if training and loss is None and not self.manual:
             raise UserError(
@@ -251,6 +256,7 @@ class LightningTask(TaskModule):
         """Return what a module's step returned, called between its hooks."""
         proxy, module = self.trainer_proxy, self.module
         training = stage == "train"
+        # Training has a count of its own, which a validation within an epoch must not reset.
         if training:
             proxy.train_batch += 1
         else:
@@ -265,6 +271,7 @@ class LightningTask(TaskModule):
                 "limit_train_batches instead."
             )
         step = "training_step" if training else f"{stage}_step"
+        # The step alone, as in Lightning: hooks run outside of its precision.
         with _default_dtype(module.dtype):
             returned = _call(getattr(module, step), batch, *index)
         if overrides(module, end):
@@ -321,6 +328,7 @@ def data_of(source: Any, *, batch_size: int | None = None) -> Data:
     # Private: the property `trainer` raises without a trainer.
     if _is_module(source) and isinstance(source._trainer, TrainerProxy):  # prepared by its LightningTask
         return _LoadersOf(source, source.trainer.set_up, batch_size=batch_size)
+    # Of a data module only: LightningTask checks the hooks of a module.
     if not _is_module(source):
         _refuse_overridden(source, _REFUSED_OF_DATA)
     source.prepare_data()
@@ -385,6 +393,7 @@ def _check(module: Any) -> None:
     manual = not module.automatic_optimization
     refused = {hook: remedy for hook, remedy in _REFUSED_METHODS.items() if not (manual and hook in _MANUAL_HOOKS)}
     mixins = [cls for cls in type(module).__mro__ if cls.__name__ in ("ModelHooks", "DataHooks", "CheckpointHooks")]
+    # All hooks of the installed Lightning, so that one of a newer version is refused by name and not left out.
     hooks = [hook for hook in chain.from_iterable(map(vars, mixins)) if not hook.startswith("_")]
     others = dict.fromkeys(hooks, "write what it does in a hook that is called")
     _refuse_overridden(module, refused | _only(others, set(others) - set(_REFUSED_METHODS) - _HOOKS_CALLED))

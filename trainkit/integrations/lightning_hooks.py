@@ -164,6 +164,7 @@ class LightningHooks(Callback):
 
     def on_fit_end(self, run: Run) -> None:
         self._proxy.current_epoch = run.state.epoch
+        # In Lightning's order, from the inner to the outer.
         self._module.on_train_end()
         self._module.on_fit_end()
         self._module.teardown("fit")
@@ -172,6 +173,7 @@ class LightningHooks(Callback):
     def on_epoch_start(self, run: Run) -> None:
         self._proxy.follow(run)
         self._proxy.current_epoch = run.state.epoch
+        # A run that is resumed within an epoch goes on with the count from its checkpoint.
         if run.state.position == 0:
             self._proxy.train_batch = -1
         self._module.on_train_epoch_start()
@@ -180,6 +182,7 @@ class LightningHooks(Callback):
         self._proxy.follow(run)
         if self.last_batch is not None:
             outputs, batch = self.last_batch
+            # Or the batch would keep its memory during the next step.
             self.last_batch = None
             self._module.on_train_batch_end(outputs, batch, self._proxy.train_batch)
 
@@ -205,6 +208,7 @@ class LightningHooks(Callback):
         self._proxy.sanity_checking = stage == "sanity"
         self._proxy.batch, self._proxy.loader = -1, 0
         with evaluation_mode(run.task), torch.no_grad():  # as in Lightning
+            # Within a fit the module is set up already: with optimizers the evaluation is a part of one.
             if not run.phase_optimizers and MOMENTS[stage] not in self._proxy.set_up:
                 self._module.setup(MOMENTS[stage])
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_start")()
@@ -213,6 +217,7 @@ class LightningHooks(Callback):
     def on_dataset_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         self._proxy.batch, self._proxy.loader = -1, self._proxy.loader + 1
         hook = f"on_{_EVALUATIONS[stage]}_epoch_end"
+        # Collective, and the same on all ranks, which have the same class.
         if overrides(self._module, hook):
             with synced_metrics(run.task, run.strategy, keep_resets=False), capture_logged() as logged:
                 getattr(self._module, hook)()
@@ -279,6 +284,7 @@ class LightningHooks(Callback):
             raise UserError(f"{hook} logs 'loss', which is the name of the returned loss; log it under another name.")
         if metrics:
             assert run.means is not None
+            # One sample of weight 1 for each step; a mean over ranks, as every rank adds its own.
             run.means.add([read_evaluation_output(metrics, 1, run.task, hook)], step=run.state.step)
 
 
@@ -374,6 +380,7 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
     for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, local_states)):
         # Of several processes that share a rank's samples, it may be one alone that counts.
         of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
+    # Saved before the merge, which writes the states of all ranks into these objects.
     saved_states = preserve_state(task_holders)
     merge_metric_states(
         task_holders, [MetricShard(states, 1) for counted in of_ranks.values() for _, states in counted]
@@ -387,6 +394,7 @@ def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -
         for holder, (_, states) in zip(task_holders, saved_states, strict=True)
     ]
     try:
+        # Merged already: a metric of torchmetrics would add up the ranks once more in its `compute`.
         with no_sync_metrics(task_holders):
             yield
     finally:

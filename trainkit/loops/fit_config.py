@@ -71,7 +71,7 @@ class FitConfig:
             )
         _check_count("max_rollbacks", self.max_rollbacks)
         factor = self.skip_grad_norm_factor
-        # `not factor > 1` refuses NaN too.
+        # In this order, as a text cannot be compared; `not factor > 1` refuses NaN too.
         if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 1):
             example = "10 skips steps at ten times the average norm"
             raise UserError(f"skip_grad_norm_factor must be above 1, got {factor!r}; {example}.")
@@ -83,10 +83,12 @@ class FitConfig:
 
     def in_one_batch(self) -> FitConfig:
         """Return the settings of `fast_dev_run`: one batch of each stage, and no loggers."""
+        # Without sanity batches and loggers: the one step is followed by an evaluation, and curves of it say nothing.
         step, limits = Duration(1, "step"), dict.fromkeys(self.limits, 1)
         return replace(self, max_duration=[step], evaluate_every=step, limits=limits, num_sanity_batches=0, loggers=[])
 
 
 def _check_count(name: str, value: int, *, of: str = "", least: int = 1) -> None:
+    # By type first: `True` counts as 1, and to compare a text would raise an error that names no setting.
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UserError(f"{name} must be a whole number{of}, at least {least}, got {value!r}.")

@@ -61,6 +61,7 @@ def read_training_output(
             f"the loss of {_name(task)}.{step_name} has shape {tuple(loss.shape)}, but must be a scalar; "
             "return loss.mean()."
         )
+    # Here, with the names of task and step: backward's own error names neither.
     if not loss.requires_grad:
         in_phase = (
             f" While a phase runs, the parameters of other phases need no gradient: what {step_name} uses of a tensor "
@@ -77,6 +78,7 @@ def read_training_output(
                 f"{_name(task)}.{step_name} returned a weight, which a mean has, but loss_reduction = 'sum' says that "
                 "the loss is a sum. Return the loss without a weight, or set loss_reduction = 'mean'."
             )
+        # Not multiplied by 1: that is a kernel for each step.
         if of is not None and of != num_samples:
             output.loss = loss * (of / num_samples)
     return output
@@ -112,6 +114,7 @@ def _read_output(returned: Any, num_samples: int, task: object, step_name: str) 
                 )
             objects.append(MetricUpdate(name, value, num_samples))
             continue
+        # Shapes only: to look at a value here would wait for the device in each step.
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UserError(
                 f"{_name(task)}.{step_name} returned {name!r} with shape {tuple(value.shape)}, but must be a scalar; "
@@ -122,7 +125,8 @@ def _read_output(returned: Any, num_samples: int, task: object, step_name: str) 
     loss = metrics.pop("loss", None)
     weight = metrics.pop("weight", None)
     if isinstance(weight, Tensor) and not weight.is_floating_point():
-        # Numbers of tokens divide exactly in fp64; in fp32 they would leave errors of 1e-7 in gradients of fp64.
+        # Numbers of tokens divide exactly in fp64; in fp32 they would leave errors of 1e-7 in gradients of fp64. MPS
+        # has no fp64.
         weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned {_kind(loss)} as the loss; return a tensor.")

@@ -17,7 +17,8 @@ from trainkit.optim.lr_schedule import LRSchedule
 ResumeOptimizer = Literal["configured", "saved"]
 """The settings that count in a resumed run."""
 _PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
-_KERNELS = ("params", "fused", "foreach")
+_KERNELS = ("params", "fused", "foreach")  # of this run, whatever the saved one had
+# `base_lrs` repeat the rates of the groups, which are compared already.
 _COUNTERS = ("base_lrs", *_PLATEAU_STATE)
 _CLOSE = 1e-9  # relative difference of two computations of one learning rate
 _DIFFERENCES_SHOWN = 8
@@ -30,6 +31,7 @@ class OptimizerSettings:
     def __init__(self, optimizer: Optimizer, schedules: Sequence[LRSchedule]) -> None:
         self._optimizer = optimizer
         self._schedulers: list[Any] = [schedule.scheduler for schedule in schedules]
+        # Copies, as torch's schedulers change the groups in place, and their `state_dict` returns their own lists.
         self._groups = [_copied(_without(group, ("params",))) for group in optimizer.param_groups]
         self._schedules = [_copied(scheduler.state_dict()) for scheduler in self._schedulers]
 
@@ -49,20 +51,22 @@ class OptimizerSettings:
         self, optimizer: Mapping[str, Any], schedules: Sequence[Any], *, saved: Mapping[str, Any]
     ) -> Iterator[str]:
         """Yield what in the saved groups and schedules cannot take the place of the present ones."""
-        names = {place.split(".")[1].partition("[")[0] for place in saved if place.startswith("param_groups")}
+        names = {path.split(".")[1].partition("[")[0] for path in saved if path.startswith("param_groups")}
+        # Most schedulers of torch add it to the groups, as the rate that they start from.
         names |= {"initial_lr"} if "schedules[0]" in saved else set()
         groups = [
             {"params": [*range(len(group["params"]))], **_settings_of(_without(group, _KERNELS))}
             for group in self._optimizer.param_groups
         ]
         yield from unlike({"state": {}, "param_groups": groups}, optimizer, "optimizer", required=names | REQUIRED)
-        for place, value in saved.items():  # no callback changes a switch
-            number, _, key = place.removeprefix("param_groups[").partition("].")
+        for path, value in saved.items():  # no callback changes a switch
+            number, _, key = path.removeprefix("param_groups[").partition("].")
             group = optimizer["param_groups"][int(number)] if number.isdigit() else {key: value}
             if isinstance(value, bool) and group.get(key) is not value:
-                yield f"optimizer.{place} is not {value}, as when it was saved"
+                yield f"optimizer.{path} is not {value}, as when it was saved"
         states = []
         for index, scheduler in enumerate(self._schedulers):
+            # The state of a custom scheduler may hold anything; functions are not in a checkpoint.
             kind = type(scheduler)
             is_torchs = kind.__module__.startswith("torch.optim.") and saved.get(f"schedules[{index}]") == kind.__name__
             states.append(_without(scheduler.state_dict(), ("lr_lambdas",)) if is_torchs else {})
@@ -72,10 +76,11 @@ class OptimizerSettings:
         """Return what differs from a saved record and the saved state of the schedules: its place, and both values."""
         record = self.record()
         differing = {
-            place: f"{saved[place]!r} saved, {value!r} now"
-            for place, value in record.items()
-            if place in saved and saved[place] != value
+            path: f"{saved[path]!r} saved, {value!r} now"
+            for path, value in record.items()
+            if path in saved and saved[path] != value
         }
+        # A function is known by its results only, and another rate of a group explains other results already.
         for index, (scheduler, state) in enumerate(zip(self._schedulers, schedules, strict=False)):
             if isinstance(scheduler, LambdaLR) and not differing and (change := _change_of(scheduler, state)):
                 differing[f"schedules[{index}].lr_lambda"] = change
@@ -84,10 +89,10 @@ class OptimizerSettings:
     def check_schedules(self, saved: Mapping[str, Any]) -> None:
         """Raise UserError if a schedule of another class than now was saved: its state means nothing to this one."""
         for index, scheduler in enumerate(self._schedulers):
-            name, place = type(scheduler).__name__, f"schedules[{index}]"
-            if saved.get(place, name) != name:
+            name, path = type(scheduler).__name__, f"schedules[{index}]"
+            if saved.get(path, name) != name:
                 raise UserError(
-                    f"the checkpoint was saved with the schedule {saved[place]}, and configure_optimizers makes "
+                    f"the checkpoint was saved with the schedule {saved[path]}, and configure_optimizers makes "
                     f"{name} now; set trainer.resume_optimizer=configured to continue with it."
                 )
 
@@ -106,8 +111,9 @@ class OptimizerSettings:
         """
         groups = self._optimizer.param_groups
         # Of `betas[0]`, the setting that the group has.
-        keys = {place.rpartition(".")[2].partition("[")[0] for place in differing if place.startswith("param_groups")}
-        restarts = bool(self._schedulers) and ("lr" in keys or any(place.startswith("sched") for place in differing))
+        keys = {path.rpartition(".")[2].partition("[")[0] for path in differing if path.startswith("param_groups")}
+        restarts = bool(self._schedulers) and ("lr" in keys or any(path.startswith("sched") for path in differing))
+        # Groups before schedules: many schedules compute a rate from the one in the group.
         for group, settings in zip(groups, self._groups, strict=True):
             group.update(_copied(settings))
         if restarts:
@@ -124,7 +130,8 @@ class OptimizerSettings:
             settings = _without(group, ("params",)) if restarts else {key: group[key] for key in keys if key in group}
             first = saved.get(f"param_groups[{index}].lr")
             if restarts and any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in self._schedulers) and first:
-                settings["lr"] = settings["lr"] * old["lr"] / first  # the reductions so far
+                # The reductions so far: the schedule does not count them, only the rate of the group shows them.
+                settings["lr"] = settings["lr"] * old["lr"] / first
             made.append({**old, **settings})
         return {**optimizer, "param_groups": made}
 
@@ -142,7 +149,7 @@ class OptimizerSettings:
 
 def difference_text(differing: Mapping[str, str], chosen: ResumeOptimizer) -> str:
     """Return a warning that lists what differs, what counts and how to choose."""
-    lines = [f"  {place}: {values}" for place, values in differing.items()][:_DIFFERENCES_SHOWN]
+    lines = [f"  {path}: {values}" for path, values in differing.items()][:_DIFFERENCES_SHOWN]
     more = len(differing) - len(lines)
     counts = {
         "configured": "The values of now count, with the saved moments; a schedule is as far as the saved one. "
@@ -166,6 +173,7 @@ def _advance(scheduler: Any, saved: Mapping[str, Any]) -> None:
             f"the schedule {type(scheduler).__name__} saves no last_epoch, so it cannot continue with other settings; "
             "set trainer.resume_optimizer=saved, or add last_epoch to its state_dict."
         )
+    # From the file: an altered number must end in an error, not in hours of steps.
     if saved["last_epoch"] > _MOST_STEPS:
         raise CheckpointError(f"the schedule {type(scheduler).__name__} was saved after {saved['last_epoch']:,} steps.")
     for _ in range(saved["last_epoch"]):  # not at once: most of torch's compute a rate from the one before
@@ -183,20 +191,21 @@ def _change_of(scheduler: LambdaLR, saved: Mapping[str, Any]) -> str:
     return ""
 
 
-def _settings(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def _settings(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the plain values in a group or in a scheduler's state, with their places."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            if key not in _COUNTERS and (not str(key).startswith("_") or key == "_schedulers" or "lambdas" in place):
-                yield from _settings(item, f"{place}.{key}")
+            # Torch keeps counters under private names, and a callable object of `lr_lambdas` its settings.
+            if key not in _COUNTERS and (not str(key).startswith("_") or key == "_schedulers" or "lambdas" in path):
+                yield from _settings(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _settings(item, f"{place}[{index}]")
+            yield from _settings(item, f"{path}[{index}]")
     elif isinstance(value, Tensor):
         if value.numel() == 1:
-            yield place, value.item()
+            yield path, value.item()
     elif value is None or isinstance(value, (bool, int, float, str)):
-        yield place, value
+        yield path, value
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ _TRUE_TYPES = {"fp32": torch.float32, "bf16-true": torch.bfloat16, "fp64": torch
 _MIXED_TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 NAMES = (*_TRUE_TYPES, *_MIXED_TYPES)
 
-_NOTHING = nullcontext()
+_NOTHING = nullcontext()  # one for all forwards: it has no state, and `surround` asks for it by identity
 
 
 class Precision:
@@ -35,6 +35,7 @@ class Precision:
 
     def setup(self, device: torch.device) -> None:
         """Set up the autocast context, the gradient scaler and TF32 for `device`."""
+        # Settings of the whole process, so both are set in any case: an earlier run may have set the other value.
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = self.tf32
@@ -65,6 +66,7 @@ class Precision:
             return around if within is _NOTHING else _nested(around, within)
 
         def release() -> None:
+            # Not if another context was put around this one since: setting `inner` would remove that one too.
             if self._autocast is both:
                 self._autocast = inner
 
@@ -89,6 +91,7 @@ class Precision:
         """Return the scaler of a phase, which grows and shrinks with the steps of this phase only."""
         if self.scaler is None or not phase:
             return self.scaler
+        # `_device` is private: a GradScaler has no public attribute for its device.
         return self._scalers.setdefault(phase, GradScaler(self.scaler._device))
 
     def begin_phase(self, phase: str) -> None:
@@ -105,6 +108,7 @@ class Precision:
         """Restore a saved scale; a state without a scaler changes nothing."""
         if self.scaler is None or not saved:
             return
+        # A state without phases is that of one scaler, from which all begin.
         for phase, scaler in self._scalers.items() or [("", self.scaler)]:
             scaler.load_state_dict(saved.get("phases", {}).get(phase, saved))
 

@@ -59,6 +59,7 @@ def state_problem(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Map
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         # An altered value of another kind, such as a tensor in place of a flag, fails where it is compared.
         problem = f"{type(error).__name__}: {error}"
+    # Cut, as values of an altered file may stand in the message.
     return None if problem is None else f"{problem:.300}"
 
 
@@ -66,59 +67,64 @@ def _problems(optimizer: Optimizer, shapes: Sequence[torch.Size], saved: Mapping
     groups, state, first = saved["param_groups"], saved["state"], 0
     if [index for group in groups for index in group["params"]] != list(range(len(shapes))):
         yield "param_groups do not number the parameters"
-    for number, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        one, last = optimizer, first + len(own["params"])
+    for number, (run_group, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        member, last = optimizer, first + len(run_group["params"])
         if isinstance(optimizer, ChainedOptimizer):
-            one = optimizer.optimizers[own["optimizer"]]
-            if not isinstance(group["optimizer"], int) or group["optimizer"] != own["optimizer"]:
-                yield f"param_groups[{number}].optimizer is not {own['optimizer']}, as in this run"
-        if _reads_as_torch(one):
+            member = optimizer.optimizers[run_group["optimizer"]]
+            if not isinstance(group["optimizer"], int) or group["optimizer"] != run_group["optimizer"]:
+                yield f"param_groups[{number}].optimizer is not {run_group['optimizer']}, as in this run"
+        if _reads_as_torch(member):
             for index in range(first, last):
+                # A parameter without a gradient so far has no state.
                 if index in state:
-                    yield from _problems_of_parameter(one, group, state[index], shapes[index], f"state[{index}]")
+                    yield from _problems_of_parameter(member, group, state[index], shapes[index], f"state[{index}]")
         first = last
     is_torchs = any(map(_reads_as_torch, members(optimizer)))
+    # Memory is bounded for every optimizer: an expanded tensor of a few bytes is written out where it is copied. One
+    # with a step of its own may have such tensors, up to the size of the largest parameter.
     most_expanded = 0 if is_torchs else max((shape.numel() for shape in shapes), default=0)
-    for place, tensor in _tensors(state, "state"):
+    for path, tensor in _tensors(state, "state"):
         if is_torchs and isinstance(optimizer, LBFGS) and tensor.shape not in ((), (_size_of_lbfgs(optimizer),)):
-            yield f"{place} has the shape {tuple(tensor.shape)}, not {(_size_of_lbfgs(optimizer),)}"
+            yield f"{path} has the shape {tuple(tensor.shape)}, not {(_size_of_lbfgs(optimizer),)}"
         if isinstance(tensor, Tensor) and (tensor.is_meta or tensor.numel() > max(_num_saved(tensor), most_expanded)):
-            yield f"{place} has more elements than are saved"
+            yield f"{path} has more elements than are saved"
 
 
-def _reads_as_torch(one: Optimizer) -> bool:
+def _reads_as_torch(member: Optimizer) -> bool:
     """Return True for an optimizer of torch, and for a subclass with the same step or with torch's fused kernel."""
-    has_same_step = type(one).step.__module__.startswith("torch.optim.")
-    is_fused = any(group.get("fused") for group in one.param_groups)
-    return isinstance(one, (*_REQUIRED, Adafactor, LBFGS)) and (has_same_step or is_fused)
+    has_same_step = type(member).step.__module__.startswith("torch.optim.")
+    is_fused = any(group.get("fused") for group in member.param_groups)
+    return isinstance(member, (*_REQUIRED, Adafactor, LBFGS)) and (has_same_step or is_fused)
 
 
 def _problems_of_parameter(
-    one: Optimizer, group: Mapping[str, Any], values: Any, shape: torch.Size, place: str
+    member: Optimizer, group: Mapping[str, Any], values: Any, shape: torch.Size, path: str
 ) -> Iterator[str]:
     if not isinstance(values, dict):
-        yield f"{place} is {_shown(values)}, not a mapping"
+        yield f"{path} is {_shown(values)}, not a mapping"
         return
-    kind = next((kind for kind in type(one).__mro__ if kind in _REQUIRED), None)
+    kind = next((kind for kind in type(member).__mro__ if kind in _REQUIRED), None)
+    # A step initializes a state that is empty, and takes any other for complete.
     if kind is not None and values:
         needed = [*_REQUIRED[kind], *(name for key, name in _REQUIRED_BY_SETTING.items() if group.get(key))]
-        yield from (f"{place}.{name} is missing" for name in needed if name not in values)
+        yield from (f"{path}.{name} is missing" for name in needed if name not in values)
     for name, value in values.items():
-        if not _fits_parameter(one, name, value, shape):
-            yield f"{place}.{name} is {_shown(value)}, and its parameter has the shape {tuple(shape)}"
+        if not _fits_parameter(member, name, value, shape):
+            yield f"{path}.{name} is {_shown(value)}, and its parameter has the shape {tuple(shape)}"
 
 
-def _fits_parameter(one: Optimizer, name: str, value: Any, shape: torch.Size) -> bool:
+def _fits_parameter(member: Optimizer, name: str, value: Any, shape: torch.Size) -> bool:
     """Return False if the optimizer cannot have this value of a parameter; True if it is not known."""
     is_tensor = isinstance(value, Tensor | StoredTensor)
-    if isinstance(one, Adafactor) and is_tensor and value.dim():  # the means of rows or columns, or of all elements
+    if isinstance(member, Adafactor) and is_tensor and value.dim():  # the means of rows or columns, or of all elements
         sizes = value.shape
-        return len(sizes) == len(shape) and all(size in (1, own) for size, own in zip(sizes, shape, strict=True))
-    if not isinstance(one, tuple(_REQUIRED)):
+        return len(sizes) == len(shape) and all(size in (1, full) for size, full in zip(sizes, shape, strict=True))
+    if not isinstance(member, tuple(_REQUIRED)):
         return True
     if name in _NUMBERS:
         return _is_number(value)
-    if name in _MOMENTS and isinstance(one, SGD):  # `None` before the first gradient, and sparse for sparse gradients
+    # `None` before the first gradient, and sparse for sparse gradients.
+    if name in _MOMENTS and isinstance(member, SGD):
         return value is None or (is_tensor and value.shape == shape)
     if name in _MOMENTS:
         return is_tensor and value.shape == shape and _is_dense(value)
@@ -142,10 +148,10 @@ def _is_dense(value: Tensor | StoredTensor) -> bool:
     )
 
 
-def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor | StoredTensor]]:
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor | StoredTensor]]:
     """Yield all tensors in a state with their places; a file's containers are a tree, so each is visited once."""
     if isinstance(value, Tensor | StoredTensor):
-        yield place, value
+        yield path, value
         return
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
@@ -153,11 +159,12 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor | StoredTenso
     elif isinstance(value, (list, tuple, set)):
         items = enumerate(value)
     for key, item in items:
-        yield from _tensors(item, f"{place}[{key}]" if isinstance(key, int) else f"{place}.{key}")
+        yield from _tensors(item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}")
 
 
 def _num_saved(tensor: Tensor) -> int:
     """Return how many elements can be read from the first one on: kernels do so, whatever the strides are."""
+    # Tensors of other layouts have no storage to ask.
     if tensor.layout is not torch.strided:
         return tensor.numel()
     return int(tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset())

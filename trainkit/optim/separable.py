@@ -32,17 +32,20 @@ def coupled_by(optimizer: Optimizer, *, of_elements: bool = False) -> str | None
     which no copy can make a step are returned too, with the reason.
     """
     optimizers = list(_optimizers_in(optimizer))
-    classes = [type(one).__name__ for one in optimizers if not _is_of_torch(one)]
-    hooks = [f"the step hook {_name(hook)}" for one in optimizers for hook in step_hooks(one)]
+    classes = [type(member).__name__ for member in optimizers if not _is_of_torch(member)]
+    hooks = [f"the step hook {_name(hook)}" for member in optimizers for hook in step_hooks(member)]
+    # Classes first and without hooks, so that the message names the hooks only where they are the cause.
     for names, with_hooks in ((classes, False), (hooks, True)):
         if not names:
             continue
         description = " or ".join(dict.fromkeys(names))
         try:
+            # A step may draw, and the trials seed the global generators.
             with preserve_rng():
                 if _is_coupled(optimizer, with_hooks=with_hooks, of_elements=of_elements):
                     return description
-        except Exception as error:  # of the user's code, of which a copy may be impossible
+        # Of the user's code, of which a copy may be impossible: what cannot be tried counts as coupled.
+        except Exception as error:
             return f"{description}, which cannot be tried on copies ({type(error).__name__}: {error})"
     return None
 
@@ -66,6 +69,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 def _has_own_class_step(optimizer: Optimizer) -> bool:
     """Return False if a step was set on the object, other than by a learning-rate scheduler, which only counts."""
+    # Private: torch's schedulers mark by this attribute the step that they put around the optimizer's.
     step = vars(optimizer).get("step")
     return step is None or hasattr(step, "_wrapped_by_lr_sched")
 
@@ -74,21 +78,23 @@ def _optimizers_in(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Yield an optimizer and those that it wraps."""
     yield optimizer
     for value in vars(optimizer).values():
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(one, Optimizer):
-                yield from _optimizers_in(one)
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(item, Optimizer):
+                yield from _optimizers_in(item)
 
 
 def _is_coupled(optimizer: Optimizer, *, with_hooks: bool, of_elements: bool) -> bool:
-    full = [torch.ones([min(size, _SIDE) for size in one.shape]) for one in _parameters(optimizer)]
-    together = _tried(optimizer, full, with_hooks=with_hooks, with_all=of_elements)
+    masks = [torch.ones([min(size, _SIDE) for size in parameter.shape]) for parameter in _parameters(optimizer)]
+    together = _tried(optimizer, masks, with_hooks=with_hooks, with_all=of_elements)
+    # By the bits of their indices, of which any two differ in one: each two parameters are once in different parts, in
+    # 2 log2(n) trials instead of n.
     parts = [
-        [mask * ((index >> bit) & 1 == value) for index, mask in enumerate(full)]
-        for bit in range((len(full) - 1).bit_length())  # any two indices differ in one of the bits
+        [mask * ((index >> bit) & 1 == value) for index, mask in enumerate(masks)]
+        for bit in range((len(masks) - 1).bit_length())
         for value in (0, 1)
     ]
     if of_elements:
-        parts += [[_row(mask, index) for mask in full] for index in range(_SIDE)]
+        parts += [[_row(mask, index) for mask in masks] for index in range(_SIDE)]
     for part in parts:
         alone = _tried(optimizer, part, with_hooks=with_hooks, with_all=of_elements)
         for index, mask in enumerate(part):
@@ -107,6 +113,7 @@ def _row(mask: Tensor, index: int) -> Tensor:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    # By identity: `==` compares tensors by elements.
     return list({id(parameter): parameter for parameter in listed}.values())
 
 
@@ -116,11 +123,13 @@ def _tried(optimizer: Optimizer, part: Sequence[Tensor], *, with_hooks: bool, wi
     `part` has 1 where an element of a copy is part of it. The others are zeros, as are parameters that a strategy
     leaves out of memory; their gradients are zeros `with_all`, else None.
     """
+    # A new copy for each trial: a step changes the moments and what the hooks count.
     clone, parameters = _clone(optimizer, with_hooks=with_hooks)
     generator = torch.Generator().manual_seed(0)  # its draws do not depend on `part`
     for parameter, mask in zip(parameters, part, strict=True):
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * mask)
     values = [[parameter.detach().clone()] for parameter in parameters]
+    # For steps that draw: each trial must draw the same. Any seed would do, here and above.
     torch.manual_seed(0)
     for scale in _GRADIENT_SCALES:
         for parameter, mask in zip(parameters, part, strict=True):
@@ -134,18 +143,26 @@ def _tried(optimizer: Optimizer, part: Sequence[Tensor], *, with_hooks: bool, wi
 
 def _clone(optimizer: Optimizer, *, with_hooks: bool) -> tuple[Optimizer, list[nn.Parameter]]:
     """Return a copy of an optimizer, of what it wraps and of what its hooks refer to, with copies of the parameters."""
+    # The memo of `deepcopy`: what it has under the id of an object is taken in its place, wherever that is referred to.
+    # The ids stay valid, as the optimizer holds the objects.
     memo: dict[int, Any] = {}
     optimizers = list(_optimizers_in(optimizer))
-    parameters = [nn.Parameter(_small(one), requires_grad=one.requires_grad) for one in _parameters(optimizer)]
+    parameters = [
+        nn.Parameter(_small(original), requires_grad=original.requires_grad) for original in _parameters(optimizer)
+    ]
     memo.update(zip(map(id, _parameters(optimizer)), parameters, strict=True))
-    for one in optimizers:  # torch's own deepcopy of an optimizer drops the attributes of a subclass
-        memo[id(one)] = object.__new__(type(one))
-        for tensor in tensors_in([list(vars(one).values()), list(vars(one).get("state", {}).values())]):
+    # All optimizers before any attribute, as they may refer to each other.
+    for original in optimizers:  # torch's own deepcopy of an optimizer drops the attributes of a subclass
+        memo[id(original)] = object.__new__(type(original))
+        for tensor in tensors_in([list(vars(original).values()), list(vars(original).get("state", {}).values())]):
             memo.setdefault(id(tensor), _small(tensor))
-    for one in optimizers:
-        attributes = {key: value for key, value in vars(one).items() if key != "step" or not _has_own_class_step(one)}
+    for original in optimizers:
+        # Without the step that a scheduler has set on the object: it would step the original.
+        attributes = {
+            key: value for key, value in vars(original).items() if key != "step" or not _has_own_class_step(original)
+        }
         hooks = {name: attributes.pop(name, {}) for name in _HOOKS}
-        vars(memo[id(one)]).update(
+        vars(memo[id(original)]).update(
             {key: _copied(value, memo) for key, value in attributes.items()},
             **{
                 name: type(table)({key: _copied(hook, memo) for key, hook in table.items()} if with_hooks else {})
@@ -166,6 +183,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy, which for a function includes the variables around it that it refers to."""
     if not isinstance(value, FunctionType):
         return copy.deepcopy(value, memo)
+    # `deepcopy` returns a function as it is, with the variables of the original.
     cells = tuple(CellType(_copied(cell.cell_contents, memo)) for cell in value.__closure__ or ())
     defaults = copy.deepcopy(value.__defaults__, memo)
     function = FunctionType(value.__code__, value.__globals__, value.__name__, defaults, cells)
@@ -180,6 +198,7 @@ def _differ(together: Sequence[Tensor], alone: Sequence[Tensor]) -> bool:
         eps = torch.finfo(together[index].dtype).eps if together[index].is_floating_point() else 0.0
         update = (first - together[index - 1].double()).abs().amax() if first.numel() else first.sum()
         size = first.abs().amax() if first.numel() else first.sum()
+        # What another order of sums explains: half the digits of the update, and some last digits of the value.
         bound = eps**0.5 * update + 16 * eps * size
         if not torch.equal(first.nan_to_num(), second.nan_to_num()) and bool(((first - second).abs() > bound).any()):
             return True

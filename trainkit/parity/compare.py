@@ -137,6 +137,7 @@ def compare_strategies(
     """
     if isinstance(steps, bool) or steps < 1:
         raise UserError(f"steps must be at least 1, got {steps}.")
+    # Made before anything is trained, so that an unknown name or a wrong setting costs no run.
     others = [item for item in strategies if item != REFERENCE]
     chosen = [(name, make_strategy(item, devices, device)) for name, item in zip(_names(others), others, strict=True)]
     with tempfile.TemporaryDirectory(prefix="trainkit-parity-") as folder, preserve_rng():
@@ -146,6 +147,7 @@ def compare_strategies(
         comparison = _Comparison(runs, single, tolerance=limit)
         reference = comparison.row(REFERENCE, single, verdict="reference")
         rows = [reference, *(comparison.attempt(name, strategy) for name, strategy in chosen)]
+        # Only then: without a difference there is nothing to explain.
         if any(row.verdict == "different" for row in rows):
             notes += _expected_differences(runs.task())
     return ParityReport(tuple(rows), steps, runs.precision, limit, tuple(notes))
@@ -200,6 +202,7 @@ def assert_resume_exact(
             return make_strategy(copy.deepcopy(strategy), devices, device)
 
         uninterrupted = runs.fit("uninterrupted", fresh(), callbacks=[])
+        # Both in one folder, from which the second run takes the checkpoint.
         runs.fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)])
         resumed = runs.fit("resumed", fresh(), callbacks=[], resume=True)
     for name, expected in uninterrupted.items():
@@ -218,7 +221,8 @@ class _Comparison:
     def __init__(self, runs: ParityRuns, single: ParityRun, *, tolerance: float) -> None:
         self._runs, self._single, self._tolerance = runs, single, tolerance
         self._parameters = [name for name, _ in runs.task().named_parameters()]
-        self._loss_scales: dict[str, float] = {}  # by phase
+        # By phase, the largest loss of the run: the relative difference of a loss near 0 would be that of rounding.
+        self._loss_scales: dict[str, float] = {}
         for step in range(1, runs.steps + 1):
             for phase, loss in single.step(step)["losses"].items():
                 self._loss_scales[phase] = max(self._loss_scales.get(phase, 0.0), abs(loss))
@@ -242,33 +246,35 @@ class _Comparison:
         losses, norms, weights = [Difference()], [Difference()], [Difference()]
         seconds = []
         for step in range(self._runs.steps + 1):
-            ours, expected = run.step(step), self._single.step(step)
-            weights += self._weights(ours["weights"], expected["weights"], step)
+            # Read step by step: all weights of all steps need not fit into memory.
+            record, expected = run.step(step), self._single.step(step)
+            weights += self._weights(record["weights"], expected["weights"], step)
             if step:
                 for phase, scale in self._loss_scales.items():
-                    pair = ours["losses"][phase], expected["losses"][phase]
+                    pair = record["losses"][phase], expected["losses"][phase]
                     losses.append(_numbers(*pair, scale=scale, step=step, phase=phase))
-                    pair = ours["norms"][phase], expected["norms"][phase]
+                    pair = record["norms"][phase], expected["norms"][phase]
                     norms.append(_numbers(*pair, scale=abs(pair[1]), step=step, phase=phase))
-                seconds.append(ours["seconds"])
+                seconds.append(record["seconds"])
         # NaN sorts above every number, or max could pass over it.
         loss, norm, weight = (max(differences, key=_order) for differences in (losses, norms, weights))
         # The median, since single steps wait for the system.
         timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
         return ParityRow(name, verdict, run.layout, loss, norm, weight, timed[len(timed) // 2], run.bytes_a_step)
 
-    def _weights(self, ours: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Iterator[Difference]:
+    def _weights(self, actual: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Iterator[Difference]:
         sizes = {name: _size(expected[name]) for name in self._parameters}
         floor = _SMALLEST_SCALE * max(sizes.values(), default=0.0)
         for name, size in sizes.items():
-            apart = distance(ours[name], expected[name])
-            yield Difference(_relative(apart, max(size, floor)), step, name)
+            difference = distance(actual[name], expected[name])
+            yield Difference(_relative(difference, max(size, floor)), step, name)
 
 
 def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, float, list[str]]:
     """Return the runs in a precision in which the task trains, the one of `single`, the tolerance, and notes."""
     single = make_strategy(REFERENCE, 1, device)
     if runs.names_precision:
+        # A precision that was asked for is not replaced: if `single` fails in it, that is the answer.
         return runs, runs.train(REFERENCE, single), TOLERANCES[runs.precision], []
     try:
         precise = runs.in_precision(_PRECISION)
@@ -277,6 +283,7 @@ def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, fl
     except Exception as error:
         second = runs.in_precision(_SECOND_PRECISION)
         note = f"compared in {_SECOND_PRECISION}, as single failed in {_PRECISION}: {type(error).__name__}: {error}"
+        # A new strategy, as the one that failed may be set up in part.
         run = second.train(REFERENCE, make_strategy(REFERENCE, 1, device))
         return second, run, TOLERANCES[_SECOND_PRECISION], [note]
     if run.has_losses_of_fp32:
@@ -332,18 +339,19 @@ def _names(strategies: Sequence[StrategyChoice]) -> list[str]:
     return [name if count == 1 else f"{name} {count}" for name, count in zip(names, counts, strict=True)]
 
 
-def _numbers(ours: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:
-    if ours == expected or (math.isnan(ours) and math.isnan(expected)):  # also if neither logged it
+def _numbers(actual: float, expected: float, *, scale: float, step: int, phase: str) -> Difference:
+    if actual == expected or (math.isnan(actual) and math.isnan(expected)):  # also if neither logged it
         return Difference(0.0, step)
-    return Difference(_relative(abs(ours - expected), scale), step, phase)
+    return Difference(_relative(abs(actual - expected), scale), step, phase)
 
 
-def _relative(apart: float, scale: float) -> float:
-    return apart / scale if scale > 0 and apart else apart
+def _relative(difference: float, scale: float) -> float:
+    return difference / scale if scale > 0 and difference else difference
 
 
 def distance(left: Tensor, right: Tensor) -> float:
     """Return the largest difference between two elements."""
+    # `max` of no element raises. In fp64, where a difference of two bf16 values is exact.
     if left.numel() == 0:
         return 0.0
     return float((left.detach().cpu().double() - right.detach().cpu().double()).abs().max())

@@ -84,6 +84,7 @@ class ParityRuns:
 
     def in_precision(self, name: str) -> ParityRuns:
         """Return the same runs in another precision."""
+        # Of its own: both precisions record a run of the same name.
         folder = self._folder / name
         folder.mkdir()
         settings = {**self._settings, "precision": name}
@@ -102,7 +103,9 @@ class ParityRuns:
         # A limit logs the gradient norm; one of infinity changes nothing.
         limited = any(self._settings.get(limit) is not None for limit in ("max_grad_norm", "max_grad_value"))
         norm: dict[str, Any] = {} if limited else {"max_grad_norm": math.inf}
+        # Every step is logged, as the recorder takes losses and norms from the log.
         self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **norm)
+        # From a file, since the recorder of rank 0 may be a copy in another process.
         report = json.loads((folder / "strategy.json").read_text())
         return ParityRun(folder, report["layout"], report["bytes_a_step"], self.steps)
 
@@ -152,6 +155,7 @@ class _StepRecorder(Callback):
 
     def on_step_complete(self, run: Run) -> None:
         self._write(run)
+        # A phase that does not run in the next step must not show its last values again.
         self.metrics = {}
 
     def on_fit_end(self, run: Run) -> None:

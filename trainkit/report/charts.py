@@ -26,7 +26,7 @@ MOST_POINTS = 1200  # of a line, as it is drawn
 _HEIGHT = 200
 _GRID = 10_000  # units of the stretched part, across and down
 _LOG_FROM = 20.0  # charts whose values differ by this factor get a switch to a logarithmic scale
-_COLOURS = 8
+_COLOURS = 8  # classes c0 to c7 of page.css
 MOST_CHARTS = 60
 _STAGE_COLOURS = {"train": 0, "validation": 1, "test": 2}
 _NOT_DRAWN = ("train/epoch",)
@@ -133,6 +133,7 @@ def _plot(series: Sequence[Series], *, x_name: str, logarithmic: bool) -> SafeHt
     box = f"0 0 {_GRID} {_GRID}"
     stretched = element("svg", *lines, viewBox=box, preserveAspectRatio="none", class_="stretched")
     frame = element("svg", *_grid(axes, x_name=x_name), stretched, width="100%", height=_HEIGHT, class_="frame")
+    # NaN is not JSON: one would stop the script of the page, and all its charts.
     content = json.dumps({"left": axes.left, "right": axes.right, "x": x_name, "series": pointed}, allow_nan=False)
     # A name that contains `</script>` would end the script.
     data = element("script", SafeHtml(content.replace("<", "\\u003c")), type="application/json")

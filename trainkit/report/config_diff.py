@@ -61,6 +61,7 @@ def as_text(value: Any) -> str:
         return f"{target}({inner})" if target else f"{{{inner}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(as_text(part) for part in value)}]"
+    # By type, as 1 equals True and would be found in the table.
     return {None: "null", True: "true", False: "false"}[value] if isinstance(value, bool | None) else str(value)
 
 

@@ -258,7 +258,8 @@ def downsample(curve: Curve, *, most: int) -> Curve:
     """
     if len(curve.steps) <= most:
         return curve
-    # An interval gives up to three points, and the curve its two ends.
+    # Extremes and not every n-th point, which could miss a spike. An interval gives up to three points, and the curve
+    # its two ends.
     intervals = max(most // 4, 1)
     length = len(curve.steps)
     chosen: list[int] = [0, length - 1]

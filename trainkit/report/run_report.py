@@ -290,6 +290,7 @@ def reported(
     writes. `config_diff` returns the differences of the config to its recipe, `None` if unknown. An error in
     writing is only logged.
     """
+    # Of an earlier run in this folder, which a resume continues: its failures would be shown as those of this one.
     clear_failures(folder)
     try:
         yield
