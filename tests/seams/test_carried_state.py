@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
@@ -74,6 +75,16 @@ class BankAfterAWarmUp(Seen):
         return super().training_step(batch) if self.steps > 3 else Layers.training_step(self, batch[:2])
 
 
+class Masked(Layers):
+    """Has a table that no checkpoint needs, as causal masks and rotary embeddings are."""
+
+    def finish(self):
+        self.register_buffer("table", torch.linspace(0.5, 1.0, WIDTH, dtype=torch.float64), persistent=False)
+
+    def training_step(self, batch):
+        return super().training_step((batch[0] * self.table, batch[1]))
+
+
 class AttributeOfTheBatch(Layers):
     """The same with an attribute that has the rows of the last micro-batch."""
 
@@ -132,6 +143,25 @@ def test_rows_that_are_nan_until_they_are_written_have_the_values_of_all_ranks(s
     written, unwritten = weights["state"].split(BATCH_SIZE)
     assert unwritten.isnan().all()
     assert difference({**weights, "state": written}, plain_loop(Layers())) < BOUND
+
+
+@pytest.mark.parametrize("strategy", [*EVERY, "ddp in micro-batches"])
+def test_a_table_that_no_step_writes_to_is_no_state(strategy, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(
+        training.MAKE_STRATEGY, "ddp in micro-batches", lambda: DDPStrategy(device="cpu", devices=2, accumulate=2)
+    )
+    folder = tmp_path / "run"
+    weights = trained(strategy, Masked(), Checkpoint(every="3step"), run_dir=str(folder))
+    plain = Layers()
+    optimizer = plain.configure_optimizers()
+    for inputs, targets in training.batches():
+        nn.functional.mse_loss(plain(inputs * Masked().table), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert difference(weights, plain.state_dict()) < BOUND
+    messages = caplog.text + "".join(log.read_text() for log in folder.glob("rank_*.log"))
+    assert "table" not in messages
 
 
 @pytest.mark.parametrize("strategy", EVERY)

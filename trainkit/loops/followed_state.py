@@ -8,13 +8,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.data.batch import StepBatch
+from trainkit.distributed.collectives import dense_parts
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.attribute_watch import outline
-from trainkit.model.carried_state import CarriedAttributes, can_be_followed, shared_by_micro_batches, unsaved_buffers
+from trainkit.model.carried_state import (
+    CarriedAttributes,
+    can_be_followed,
+    changed_elements,
+    shared_by_micro_batches,
+    unsaved_buffers,
+)
 from trainkit.phases import PhaseStep
 from trainkit.run import Run
 
@@ -75,16 +82,13 @@ class FollowedState:
             task = self._run.task
             # Made before the step, of whose changes it takes a snapshot to compare with.
             attributes = CarriedAttributes(task)
-            # Private: torch has no public count of the writes to a tensor; comparing values would wait for the device.
-            buffers = {name: (buffer, buffer._version) for name, buffer in unsaved_buffers(task)}
+            last = {name: _values(buffer) for name, buffer in unsaved_buffers(task)}
             with attributes.recorded():
                 outputs = begin(batch)
-            carried = attributes.carried()
-            for name, buffer in unsaved_buffers(task):
-                last = buffers.get(name)
-                # Added, replaced or written in place.
-                if last is None or last[0] is not buffer or last[1] != buffer._version:
-                    carried[name] = buffer
+            # By values, not by counts of writes: a strategy writes to each buffer that it makes equal over ranks.
+            carried = attributes.carried() | {
+                name: buffer for name, buffer in unsaved_buffers(task) if not _has_values(buffer, last.get(name, []))
+            }
             first = self._steps == 1
             # State is what both steps carry: what changes once may be a cache.
             self._carried = {name: value for name, value in carried.items() if first or name in self._carried}
@@ -125,6 +129,18 @@ class FollowedState:
                 type(run.task).__name__,
                 ", ".join(self._carried),
             )
+
+
+def _values(buffer: Tensor) -> list[Tensor]:
+    return [part.clone() for part in dense_parts(buffer.detach())]
+
+
+def _has_values(buffer: Tensor, values: list[Tensor]) -> bool:
+    """Return True if a buffer has these values; waits for the device."""
+    parts = list(dense_parts(buffer.detach()))
+    return [part.shape for part in parts] == [part.shape for part in values] and not any(
+        bool(changed_elements(part, last).any()) for part, last in zip(parts, values, strict=True)
+    )
 
 
 def _saves_itself(task: nn.Module, name: str) -> bool:
