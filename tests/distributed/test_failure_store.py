@@ -87,7 +87,13 @@ def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     ("strategy", "where", "waits", "hangs"),
     [
         ("ddp", "training", "backward of step 2, bucket 0 of 1", "step 2, Hanging.training_step"),
-        ("ddp", "validation", " after step 3. Position of each rank:", "step 2, Hanging.validation_step"),
+        pytest.param(
+            "ddp",
+            "validation",
+            " after step 3. Position of each rank:",
+            "step 2, Hanging.validation_step",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "fsdp",
             "training",
