@@ -107,8 +107,15 @@ class MergedBuffers:
         return [n for n, sums in zip(names, rows, strict=True) if not are_equal(sums, num_ranks=comm.world_size)]
 
     def _check_others(self, comm: ProcessGroupCollectives, strategy: str) -> None:
-        """Raise UserError for a buffer that ranks began to write to after the first steps; collective."""
+        """Raise UserError for a buffer that ranks began to write to after the first steps; collective.
+
+        Integers, which may be counts that had the same values on all ranks until now, are merged from the next step on.
+        """
         for name in self._differing([name for name in self._candidates if name not in self._merged], comm):
+            if is_counted(self._tensors[name]):
+                self._merged.add(name)
+                self._last[name] = self._tensors[name].clone()
+                continue
             raise UserError(
                 f"{strategy}: each rank has other values for {name}, a buffer, from its own samples, in step "
                 f"{self._steps + 1} and not in the first {FIRST_STEPS}, which show what is merged. Write to its rows "

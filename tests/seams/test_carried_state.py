@@ -210,6 +210,31 @@ def test_a_buffer_that_every_rank_computes_from_its_samples_is_refused(strategy,
         trained(strategy, BufferOfAMean())
 
 
+class CountedAfterAWarmUp(BankAfterAWarmUp):
+    """Counts samples by a rule that differs by rank, and notes the lanes in integers, from the fourth step on."""
+
+    def finish(self):
+        super().finish()
+        self.register_buffer("positive", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(BATCH_SIZE, dtype=torch.int64))
+
+    def training_step(self, batch):
+        self.steps += 1
+        if self.steps > 3:
+            self.positive += (batch[1] > 0).sum()
+            self.seen[batch[2]] += 1
+        return Layers.training_step(self, batch[:2])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fusion", "fsdp"])
+def test_integers_that_ranks_begin_to_count_after_the_first_steps_are_merged_from_then_on(
+    strategy, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    weights = trained(strategy, CountedAfterAWarmUp(), data=lanes())
+    assert (weights["seen"] >= 1).all()  # in the last step, on whichever rank has the lane
+
+
 class MeanAfterAWarmUp(BufferOfAMean):
     def finish(self):
         super().finish()

@@ -6,6 +6,7 @@ Sum of c and sum of c*c, for the checksum c of each rank: all are equal if ranks
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import dense_parts
 
 _MODULUS = 1_048_573  # a prime below 2**20: the sum of squares over 8,192 ranks is exact in float64
+_COLUMNS = 1021  # words that have weights of their own: a prime, so that no row of a matrix has its length
 _SMALL = 65_536  # elements: smaller tensors are joined, as calling a kernel costs more than what it reads
 
 
@@ -45,16 +47,35 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
         for joined in small.values():
             sums += _bit_sums(torch.cat(joined))
         device = sums[-1].device
+        # Weighed too: two tensors of one shape may have been exchanged.
+        order = torch.arange(1, 2 * len(sums), 2, device=device)
         # Moved without a wait: a checksum is computed in the step, where nothing waits for the device.
-        return torch.remainder(torch.stack([bit_sum.to(device, non_blocking=True) for bit_sum in sums]).sum(), _MODULUS)
+        stacked = torch.stack([bit_sum.to(device, non_blocking=True) for bit_sum in sums])
+        return torch.remainder((stacked * order).sum(), _MODULUS)
 
 
 def _bit_sums(flat: Tensor) -> list[Tensor]:
-    """Return sums of the bits of a contiguous tensor, read as integers of 64 bits as far as possible: it is faster."""
+    """Return sums of the bits of a contiguous tensor, read as integers of 64 bits as far as possible: it is faster.
+
+    Each word has a weight by its place. Ranks that mark the same number of different rows have equal plain sums.
+    """
     # A view as int64 must begin at a multiple of 8 bytes, or torch refuses it.
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
     # Integer sums wrap around, so that they are exact and do not depend on the order in which a kernel adds.
     words = flat.numel() - flat.numel() % (8 // flat.itemsize)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    return [flat[:words].view(torch.int64).sum(), flat[words:].view(narrow).sum()]
+    weights = _weights(flat.device)
+    whole, rest = flat[:words].view(torch.int64), flat[words:].view(narrow)
+    # Columns first: the sum of each reads the memory once, and weighing every word would write it once more.
+    end = len(whole) - len(whole) % _COLUMNS
+    parts = (
+        [whole[end:], rest.long()] if end == 0 else [whole[:end].view(-1, _COLUMNS).sum(0), whole[end:], rest.long()]
+    )
+    return [(part * weights[: len(part)]).sum() for part in parts if len(part)]
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return an odd number for each column; a multiple of it is 0 only for 0, also where products wrap around."""
+    return (torch.arange(_COLUMNS, dtype=torch.int64) * 0x5851F42D4C957F2D).bitwise_or_(1).to(device)
