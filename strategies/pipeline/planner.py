@@ -174,8 +174,8 @@ def plan_steps(
     # In order: each phase must know the attributes in which those before it leave tensors of one stage.
     surveys: list[TraceResult] = []
     for trace_input in trace_inputs:
-        left_behind = frozenset().union(*(survey.left_behind for survey in surveys))
-        survey = trace_input.trace(frozenset(), left_behind)
+        phase_leaks = frozenset().union(*(survey.left_behind for survey in surveys))
+        survey = trace_input.trace(frozenset(), phase_leaks)
         surveys.append(survey)
         if not survey.graph.parameter_users:
             raise UserError(

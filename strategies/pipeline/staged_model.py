@@ -202,7 +202,7 @@ class StagedModel:
         """
         assert self.plan is not None and self.placement is not None
         leaf_modules = frozenset().union(*(graph.leaf_modules for graph in self.plan.steps))
-        changed = frozenset().union(*(graph.written for graph in self.plan.steps))
+        written_in_training = frozenset().union(*(graph.written for graph in self.plan.steps))
         fake = self.trace_mode == "fake"
 
         def traced() -> tuple[TracedGraph, Signature]:
@@ -212,7 +212,7 @@ class StagedModel:
                 batch,
                 leaf_modules=leaf_modules,
                 fake=fake,
-                changed=changed,
+                changed=written_in_training,
                 rates=rates_of(device, self.dtype),
             )
             return result.graph, signature(tensors_in(batch))
