@@ -103,6 +103,7 @@ def session(
     with run_on_rank(trainer.strategy, config, task, data, folder) as run:
         loop = prepare_fit(run, config, checkpoint)
         yield Session(run, loop)
+        # Not after an error: this is collective, and other ranks may not come here.
         loop.end()
 
 
@@ -112,7 +113,8 @@ class Session:
     def __init__(self, run: Run, loop: FitLoop) -> None:
         self.run, self._loop = run, loop
         self.task, self.state = run.task, run.state
-        self._evaluations: dict[str, EvaluationLoop] = {}  # by stage, with loaders that keep their workers
+        # By stage, as starting the worker processes of a loader for each evaluation would take seconds.
+        self._evaluations: dict[str, EvaluationLoop] = {}
         loop.start()
 
     @property
@@ -128,12 +130,13 @@ class Session:
         to `step`.
         """
         for batch in self._loop.step_batches():
-            before = self.state.step
+            steps_before = self.state.step
             yield batch
-            self.run.may_be_stopped = True  # the loop's own code may have requested it
-            if self.state.step != before + 1:
+            # The loop's own code may have requested a stop, and ranks ask each other only if it is possible.
+            self.run.may_be_stopped = True
+            if self.state.step != steps_before + 1:
                 raise UserError(
-                    f"the step count went from {before} to {self.state.step} over one step batch; call "
+                    f"the step count went from {steps_before} to {self.state.step} over one step batch; call "
                     "session.step(batch) once for each."
                 )
 
@@ -151,9 +154,10 @@ class Session:
         """
         means = WeightedMeans(self.run.strategy.device)
         means.add(list(outputs), step=self.state.step)
-        bad = means.nonfinite_steps()
+        # Before `reduce`, which clears the losses.
+        nonfinite_steps = means.nonfinite_steps()
         reduced = means.reduce(self.run.strategy.comm)
-        self._loop.warn_skipped_steps(bad)
+        self._loop.warn_skipped_steps(nonfinite_steps)
         return reduced
 
     def evaluate(self, stage: str = "validation") -> dict[str, float]:

@@ -110,7 +110,9 @@ class Interval:
         if self.duration is None:
             return
         if self.duration.is_time:
+            # Ranks whose clocks differ would be due at different steps, and wait for each other in collectives.
             state.sync_clock()
+        # Multiples from the start of training, not from now: a resumed run is due where one without a break would be.
         passed = math.floor(self.duration.elapsed(state) / self.duration.value * (1 + _ROUNDING))
         self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
 
@@ -118,6 +120,7 @@ class Interval:
         """Return True once for each multiple of the duration that is reached."""
         if self._next == math.inf or self.duration is None or self.duration.elapsed(state) < self._next:
             return False
+        # From the present state, as a step may pass several multiples: they are due once together.
         self.start(state)
         return True
 
@@ -133,10 +136,12 @@ def total_steps(
         elif steps_of_epoch is None or items_of_epoch is None:
             continue
         elif duration.unit == "epoch":
-            whole, part = divmod(duration.value, 1.0)
+            whole_epochs, part = divmod(duration.value, 1.0)
+            # Slightly fewer items, or an inexact fraction of exactly n steps would be rounded up to n + 1.
             items = part * items_of_epoch * (1 - _ROUNDING)
-            totals.append(int(whole) * steps_of_epoch + math.ceil(items / (batch_size or 1)))
+            totals.append(int(whole_epochs) * steps_of_epoch + math.ceil(items / (batch_size or 1)))
         elif duration.unit == "sample" and batch_size is not None:
-            whole, rest = divmod(int(duration.value), items_of_epoch)
-            totals.append(int(whole) * steps_of_epoch + math.ceil(rest / batch_size))
+            # Epoch by epoch, as the last step of each may have fewer samples.
+            whole_epochs, rest = divmod(int(duration.value), items_of_epoch)
+            totals.append(int(whole_epochs) * steps_of_epoch + math.ceil(rest / batch_size))
     return min(totals, default=None)

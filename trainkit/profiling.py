@@ -21,7 +21,7 @@ from trainkit.files import write_optional
 
 FILENAME = "timeline.json"
 KINDS = ("forward", "backward", "communication", "blocked", "wait", "optimizer")
-_VERSION = 2
+_VERSION = 2  # of the file: one that another version of trainkit has written is not read
 _DIGITS = 7  # of a second: tenths of a microsecond
 
 
@@ -90,6 +90,7 @@ class Timeline:
             return replace(span, start=round(span.start - first, _DIGITS), end=round(span.end - first, _DIGITS))
 
         tracks = [Track(track.name, [shifted(span) for span in track.spans]) for track in self.tracks]
+        # JSON has neither NaN nor infinity.
         figures = [figure for figure in self.figures if math.isfinite(figure.value)]
         content = {"version": _VERSION, **asdict(replace(self, tracks=tracks, figures=figures))}
         write_optional(folder / FILENAME, json.dumps(content) + "\n")
@@ -150,16 +151,18 @@ def read_timeline(folder: Path) -> Timeline | None:
         ]
         saved["figures"] = [TimelineFigure(**figure) for figure in saved["figures"]]
         return Timeline(**saved)
+    # Missing, cut short or edited by hand, down to nesting without end: the report is written without a timeline.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
 def covered_seconds(spans: Sequence[tuple[float, float]]) -> float:
     """Return the seconds that the spans cover together, overlaps counted once."""
-    total, covered = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
+    # By their start, so that each adds only what reaches past those before.
     for start, end in sorted(spans):
-        total += max(0.0, end - max(start, covered))
-        covered = max(covered, end)
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return total
 
 
@@ -189,17 +192,19 @@ class PeakMemoryTracker:
         """Return the memory of the device, and begin a new peak for the next measurement."""
         device = self._device
         peak, used = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        # What torch has reserved and does not use is free for further tensors, though the device counts it as used.
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
         self._restart(peak)
         return DeviceMemory(peak, used, free)
 
     def between_logs(self, step: int) -> int:
         """Return the peak bytes since the log point before the one of `step`."""
+        # Several callbacks ask at one log point: the first resets the peak, and all get the same number.
         if step != self._step:
             peak = torch.cuda.max_memory_allocated(self._device)
             self._step, self._between = step, max(self._since_log, peak)
             self._restart(peak)
-            self._since_log = 0
+            self._since_log = 0  # after `_restart`, which would count this peak for the next log point too
         return self._between
 
     def of_run(self) -> int:

@@ -17,10 +17,11 @@ from trainkit.errors import UserError, nearest
 logger = logging.getLogger(__name__)
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# 128 plus the number, as shells report it.
 EXIT_CODES = {number.name: 128 + number for number in signal.Signals}
 """Exit code of a program that a signal ended, by the signal's name."""
 
-_REQUEUE_SECONDS = 60.0
+_REQUEUE_SECONDS = 60.0  # a controller that does not answer must not keep the process from ending
 _PREEMPTION = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP", "SIGXCPU")
 
 
@@ -43,12 +44,13 @@ def recorded_signals(signals: Sequence[int]) -> Iterator[list[int]]:
         _note_hangup(number)
         received.append(number)
 
+    # Python refuses to set handlers in other threads.
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, record) for number in _not_ignored(signals) if is_main}
+    former_handlers = {number: signal.signal(number, record) for number in _not_ignored(signals) if is_main}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in former_handlers.items():
             signal.signal(number, handler)
 
 
@@ -70,14 +72,17 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Each is removed once it is restored, so that a second exit does nothing.
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type] # what signal.signal returned
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         _note_hangup(number)
+        # The first counts: it decides the exit code, and whether the job is requeued.
         if self.received is None:
             self.received = signal.Signals(number)
+        # A run that hangs never reaches the check between steps, and must still end by Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -93,6 +98,7 @@ def _note_hangup(number: int) -> None:
     for descriptor in (1, 2):
         with suppress(OSError):  # it is closed
             is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            # A device that is no terminal any more, not a file or pipe, into which output may still go.
             if is_device and not os.isatty(descriptor):
                 with open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), descriptor)

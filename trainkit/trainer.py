@@ -156,6 +156,7 @@ class Trainer:
         # Numbers, lists and durations are checked with what is said about them below.
         check_types(Trainer.__init__, locals(), checked={**TYPES, Strategy: "a trainkit.Strategy"})
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
+        # `None` passes, as its text is not empty.
         if not str(run_dir).strip():
             raise UserError("run_dir is empty; write run_dir='runs/mine', or leave it out for a new folder in runs/.")
         signal = preemption_signal_named(preemption_signal)
@@ -232,7 +233,7 @@ class Trainer:
         raises Stopped, a SystemExit with 128 plus the signal's number, as after another signal. A second SIGINT raises
         KeyboardInterrupt at once, after a line in the log about what is not saved.
         """
-        place: Path | str | None = None
+        location: Path | str | None = None
         try:
             data = self._checked_for_fit(task, data, resume)
             remote = self._remote_run(resume)
@@ -240,7 +241,8 @@ class Trainer:
                 check_not_locked(working_folder(remote.url))
             checkpoint = self._run_or_checkpoint(task, resume, remote)
             run_dir = self._choose_run_dir(task, checkpoint)
-            place = run_dir if remote is None else remote.url
+            location = run_dir if remote is None else remote.url
+            # Before the launch, at which every rank opens its log there.
             self.strategy.log_dir = run_dir
             config = replace(self.fit_config, remote=None if remote is None else remote.url)
             work = partial(
@@ -254,19 +256,21 @@ class Trainer:
                 reference=self.reference_batch_size,
             )
             copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
+            # The report is written before the copying ends, so that it is copied too.
             with nullcontext() if copy is None else copy.copying(), self._reported(run_dir):
                 result = self.strategy.launch(work)
         except KeyboardInterrupt:
             if self.strategy.comm.is_main:
-                logger.warning(_interrupt_hint(place, self.resume_command))
+                logger.warning(_interrupt_hint(location, self.resume_command))
             raise
+        # Before any exception below: the task has what was trained also after a signal.
         if result.weights is not None:
             self._load_trained(task, result.weights)
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
-                raise _interrupted(result, command=self.resume_command(place or ""))
+                raise _interrupted(result, command=self.resume_command(location or ""))
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.strategy.comm.is_main:
             copied = f", copied to {config.remote}" if copy is not None and copy.is_complete else ""
@@ -312,8 +316,10 @@ class Trainer:
         if is_deferred(task):
             make_real(task)
         self.fit_config.precision.prepare(task)  # to the type that the ranks trained in
+        # Buffers, which may have grown in the ranks; `load_state_dict` refuses another shape.
         names = set(weights).difference(name for name, _ in task.named_parameters(remove_duplicate=False))
         resize_buffers(task, weights, names, torch.device("cpu"))
+        # Copied into the task's own parameters, which the caller may hold; those on the meta device have no memory.
         has_no_memory = any(parameter.is_meta for parameter in task.parameters())
         task.load_state_dict(weights, assign=has_no_memory)
 
@@ -339,7 +345,7 @@ class Trainer:
         if self.fit_config.offload_activations:
             _check_offloads(self.strategy, device_type)
         if is_deferred(task) or not self.strategy.initializes_modules:
-            records_of(task)
+            records_of(task)  # for its error: tensors on the meta device whose values cannot be made
         if self.fit_config.transforms is not None:
             self.fit_config.transforms.check(task)
         if self.fit_config.compile is not None:
@@ -362,6 +368,7 @@ class Trainer:
         """Return a context at whose end the report is written, if one is wanted."""
         if not self.report or run_dir is None:
             return nullcontext()
+        # Here, as other imports below: a run that does not need them starts sooner.
         from trainkit.report.run_report import reported
 
         return reported(run_dir, is_main=lambda: self.strategy.comm.is_main, config_diff=self.config_diff)
@@ -392,9 +399,11 @@ class Trainer:
             remote.continue_in(self.run_dir)
         from trainkit.run_dir.resume_auto import find_run_to_resume
 
-        found = find_run_to_resume(self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration)
-        found.log()
-        return found.run_dir
+        run_to_resume = find_run_to_resume(
+            self.run_dir, name=type(task).__name__, max_duration=self.fit_config.max_duration
+        )
+        run_to_resume.log()
+        return run_to_resume.run_dir
 
     def _remote_copy(self, run_dir: Path | None, remote: RemoteRun | None, *, resumes: bool) -> RemoteCopy | None:
         """Return what copies the run folder to its URL, if this process does; raises UserError if it cannot."""
@@ -402,6 +411,7 @@ class Trainer:
             return None
         from trainkit.distributed.rendezvous import is_main_process
 
+        # Under torchrun every rank comes here.
         if not is_main_process():
             return None
         from trainkit.run_dir.remote_copy import RemoteCopy
@@ -424,6 +434,7 @@ def _check_step(task: TaskModule, name: str) -> None:
     if name == "predict_step" and kind.predict_step is TaskModule.predict_step and kind.forward is nn.Module.forward:
         raise UserError(f"{kind.__name__} has no predict_step; define predict_step(self, batch), or forward.")
     parameters = signature(getattr(task, name))
+    # Bound and not called: the error comes before any process is started.
     try:
         parameters.bind(None)
     except TypeError:
@@ -467,6 +478,7 @@ def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:
         made.append(registry.make(group, item) if isinstance(item, str) else item)
         if not isinstance(made[-1], kind):
             raise UserError(f"{item!r} in {name} is not a name or a trainkit.{kind.__name__}.")
+        # Objects by identity: of one class there may be several, such as two checkpoints.
         if sum(item is other or (isinstance(item, str) and item == other) for other in items) > 1:
             raise UserError(f"{name} contains {item!r} twice; remove one of them.")
     return made
@@ -491,23 +503,23 @@ def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path |
     return Path(path)
 
 
-def _resume_call(place: Path | str) -> str:
+def _resume_call(location: Path | str) -> str:
     """Return the call that resumes the run in a folder or URL."""
-    return f"Trainer(...).fit(task, data, resume={str(place)!r})"
+    return f"Trainer(...).fit(task, data, resume={str(location)!r})"
 
 
-def _interrupt_hint(place: Path | str | None, resume_command: Callable[[Path | str], str]) -> str:
+def _interrupt_hint(location: Path | str | None, resume_command: Callable[[Path | str], str]) -> str:
     """Return the message about a run that a second SIGINT ended: what is not saved, and how to go on."""
     from trainkit.checkpoint.store import resolve
 
     unsaved = "interrupted; nothing was saved. To start again, type the same command."
-    if place is None:
+    if location is None:
         return unsaved
     try:
-        checkpoint = resolve(working_folder(place))
+        checkpoint = resolve(working_folder(location))
     except UserError:
         return unsaved
-    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: {resume_command(place)}"
+    return f"interrupted; later steps than those in {checkpoint} are not saved. To continue: {resume_command(location)}"
 
 
 def _interrupted(result: FitResult, *, command: str) -> KeyboardInterrupt:

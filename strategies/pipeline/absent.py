@@ -20,6 +20,7 @@ _WITHOUT_VALUES = (
     | FREEZING
     | {f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn")}
     | {f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor")}
+    # Private ones too: `register_hook` assigns these to the tensor.
     | {"register_hook", "register_post_accumulate_grad_hook", "_backward_hooks=", "_post_accumulate_grad_hooks="}
 )
 """Calls that need no values of the tensor."""
@@ -42,6 +43,7 @@ class AbsentTensors:
     def add(self, places: Mapping[str, str], named: Mapping[str, Tensor]) -> None:
         """Make the named tensors absent; `places` tells where each of them is."""
         for name, tensor in named.items():
+            # Only once, or the class to give back would be the absent one. The entry keeps the tensor, and so its id.
             if id(tensor) not in self._classes:
                 self._classes[id(tensor)] = tensor, type(tensor)
                 setattr(tensor, _PLACE, f"run.task.{name} is on {places[name]}")
@@ -50,18 +52,20 @@ class AbsentTensors:
     def hide(self, place: str, name: str, tensor: Tensor) -> Tensor:
         """Return an absent tensor for one that the step has left; that of an earlier step is forgotten."""
         last = self._left.get(name)
+        # The entry of the last one goes, or each step would add a tensor that is kept for the whole run.
         if tensor is last:
             return tensor
         if last is not None:
             del self._classes[id(last)]
-        if id(tensor) not in self._classes:  # a new object, as the step has others of its placeholders
+        # A new object: the step uses its placeholders again, which must stay readable for it.
+        if id(tensor) not in self._classes:
             tensor = self._left[name] = tensor.detach()
             self.add({name: place}, {name: tensor})
         return tensor
 
     def clear(self) -> None:
         """Make all of them ordinary tensors."""
-        self._unmark()
+        self._unmark()  # first: without the entries no class can be given back
         self._classes.clear()
         self._left.clear()
 
@@ -92,7 +96,8 @@ def _absent(original: type[Tensor]) -> type[Tensor]:
     ) -> Any:
         if function_name(function) not in _WITHOUT_VALUES:
             raise _refusal(next(tensor for tensor in tensors_in([args, kwargs]) if hasattr(tensor, _PLACE)))
-        with torch._C.DisableTorchFunctionSubclass():  # as torch's own subclasses call what they let pass
+        # As torch's own subclasses call what they let pass; else this function would be called again.
+        with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
     def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
@@ -107,6 +112,7 @@ def _absent(original: type[Tensor]) -> type[Tensor]:
         "__module__": original.__module__,
         "__doc__": original.__doc__,
     }
+    # A subclass, so that `isinstance` stays true, and by the metaclass that `Parameter` has.
     metaclass: Any = type(original)
     absent: type[Tensor] = metaclass(original.__name__, (original,), namespace)
     return absent

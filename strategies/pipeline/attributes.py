@@ -17,6 +17,7 @@ from torch import nn
 from trainkit.errors import UserError
 from trainkit.model.attribute_snapshot import tensors_in
 
+# Read from a module: torch has no public list of its tables of hooks.
 _HOOKS = {key for key, value in vars(nn.Module()).items() if "_hooks" in key and isinstance(value, dict)}
 
 Table = MutableMapping[str, Any]
@@ -30,6 +31,7 @@ def place_of(task: nn.Module, name: str) -> tuple[Table, str]:
 
 def table_of(module: nn.Module, key: str) -> Table:
     """Return the dictionary of a module that has its attribute, parameter or buffer `key`."""
+    # Private tables, as a tensor is assigned, removed and put back there without the checks of `__setattr__`.
     return next((table for table in (module._parameters, module._buffers) if key in table), module.__dict__)
 
 
@@ -38,12 +40,13 @@ def table_of(module: nn.Module, key: str) -> Table:
 
 def class_numbers(task: nn.Module) -> dict[str, Any]:
     """Return the numbers and truth values that are attributes of the classes of a task's modules, by name."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for kind in dict.fromkeys(kind for module in task.modules() for kind in type(module).__mro__):
         for key, value in vars(kind).items():
             if isinstance(value, (bool, int, float)):
-                found.setdefault(f"{kind.__qualname__}.{key}", value)
-    return found
+                # The first in the order of inheritance: a swapped class has the name of the class under it.
+                numbers.setdefault(f"{kind.__qualname__}.{key}", value)
+    return numbers
 
 
 def pickled(value: Any, task: nn.Module) -> bytes | None:
@@ -51,6 +54,7 @@ def pickled(value: Any, task: nn.Module) -> bytes | None:
     file = io.BytesIO()
     try:
         _AttributePickler(file, task).dump(value)
+    # What has no bytes raises errors of many types: a lock TypeError, a local function AttributeError.
     except (TypeError, AttributeError, RuntimeError, pickle.PicklingError):
         return None
     return file.getvalue()
@@ -64,6 +68,7 @@ def unpickled(content: bytes, task: nn.Module) -> Any:
 class _AttributePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, task: nn.Module) -> None:
         super().__init__(file)
+        # By identity, as modules may define equality; the task keeps them alive.
         self._names = {id(module): name for name, module in task.named_modules()}
 
     def persistent_id(self, value: Any) -> str | None:
@@ -106,13 +111,15 @@ class StageAttributes:
             yield
             return
         if not self._values:
-            self._values = {each: self._copy() for each in self._stages}
+            # At the first step: every stage begins with the values that the task has then.
+            self._values = {local_stage: self._copy() for local_stage in self._stages}
         self._set(self._values[stage])
         self._set_hooks(stage)
         try:
             yield
         finally:
             self._values[stage] = self._present()
+            # The owner of a value may be on another rank. The last stage has run most of the step.
             last = self._stages[-1]
             self._keep_hooks(stage)
             self._set_hooks(last if last in self._hooks else stage)
@@ -125,6 +132,7 @@ class StageAttributes:
     def _copy(self) -> dict[str, Any]:
         present = self._present()
         tensors = tensors_in(present, set(self._task_modules))
+        # `deepcopy` refuses tensors inside of a graph. The memo has the modules too, which all stages share.
         memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
         try:
             return copy.deepcopy(present, memo | self._task_modules)
@@ -143,18 +151,23 @@ class StageAttributes:
 
     def _keep_hooks(self, stage: int) -> None:
         self._hooks[stage] = [dict(table) for table, _ in self._tables]
-        if len(self._hooks) == len(self._stages):  # from now on only the tables that a stage has changed
-            kept = [
+        # Once all stages have run only the tables that one has changed, or each step would copy those of all modules.
+        if len(self._hooks) == len(self._stages):
+            changed_tables = [
                 index
-                for index, (_, before) in enumerate(self._tables)
-                if any(own[index] != before for own in self._hooks.values())
+                for index, (_, hooks_before) in enumerate(self._tables)
+                if any(stage_hooks[index] != hooks_before for stage_hooks in self._hooks.values())
             ]
-            self._tables = [self._tables[index] for index in kept]
-            self._hooks = {each: [own[index] for index in kept] for each, own in self._hooks.items()}
+            self._tables = [self._tables[index] for index in changed_tables]
+            self._hooks = {
+                local_stage: [stage_hooks[index] for index in changed_tables]
+                for local_stage, stage_hooks in self._hooks.items()
+            }
 
     def _set_hooks(self, stage: int) -> None:
-        own = self._hooks.get(stage, [before for _, before in self._tables])
-        for (table, _), items in zip(self._tables, own, strict=True):
+        stage_hooks = self._hooks.get(stage, [hooks_before for _, hooks_before in self._tables])
+        for (table, _), items in zip(self._tables, stage_hooks, strict=True):
             if table != items:
+                # In place, as the handles of hooks refer to the table.
                 table.clear()
                 table.update(items)

@@ -229,7 +229,8 @@ class FlopCounter(TorchDispatchMode):
     """Adds up floating-point operations, bytes written and calls; `num_draws` counts calls that may draw numbers."""
 
     def __init__(self) -> None:
-        TorchDispatchMode.__init__(self)  # mypy takes `super().__init__` for an untyped call of ours
+        # Not `super().__init__`, which mypy takes for an untyped call of ours.
+        TorchDispatchMode.__init__(self)
         self.total = NodeCost()
         self.num_draws = 0
         self.num_shaped = 0
@@ -245,14 +246,17 @@ class FlopCounter(TorchDispatchMode):
         if self.before_write is not None:
             for tensor in _written(func, args, kwargs or {}):
                 self.before_write(tensor)
-        with torch._C.DisableTorchFunction():  # or function modes would see operations below torch's functions
+        # Private: torch has no public name for it. Function modes would see the operations below torch's functions.
+        with torch._C.DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
         if self.after_operation is not None:
             self.after_operation(func, (args, kwargs), result)
+        # The registry has one formula for all overloads of an operation.
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        if not func.is_view and func.namespace != "prim":  # which asks fake tensors for their devices
+        # Views move nothing, and `prim` only asks fake tensors for their devices.
+        if not func.is_view and func.namespace != "prim":
             self.total.num_calls += 1
             self.total.moved_bytes += sum(num_bytes(tensor) for tensor in tensors(result))
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs or {}):
@@ -266,28 +270,33 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    # Private: torch shows the schema of an operation nowhere else.
     arguments = [argument.name for argument in func._schema.arguments]
+    # First, as this runs at every operation, and few of them write.
     if not func._schema.is_mutable and not set(_STATISTICS).issubset(arguments):
         return
-    given = dict(zip(arguments, args, strict=False)) | kwargs
-    is_training = any(given.get(name) is True for name in ("train", "training"))
+    # Not strict, here and below: arguments with defaults are left out at the end.
+    bound = dict(zip(arguments, args, strict=False)) | kwargs
+    is_training = any(bound.get(name) is True for name in ("train", "training"))
     for argument in func._schema.arguments:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or (is_training and argument.name in _STATISTICS):
-            yield from tensors(given.get(argument.name))
+            yield from tensors(bound.get(argument.name))
 
 
 def _is_shaped_by_elements(func: Any, args: tuple[Any, ...]) -> bool:
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
-    masks = (torch.bool, torch.uint8)  # of an index with other indices the shape is known
+    # `index` has the tag for all indices, but a mask alone selects as many elements as it has ones.
+    masks = (torch.bool, torch.uint8)
     return func is not torch.ops.aten.index.Tensor or any(index.dtype in masks for index in tensors(args[1]))
 
 
 def _may_draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
-    given = defaults | dict(zip(defaults, args, strict=False)) | kwargs
-    probabilities = [given[name] for name in _PROBABILITIES if name in given]
+    bound = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    probabilities = [bound[name] for name in _PROBABILITIES if name in bound]
+    # A random call without such an argument always draws.
     return not probabilities or any(probabilities)
 
 
@@ -300,6 +309,7 @@ class Rates:
     seconds_per_call: float
 
 
+# Fixed, not measured, so that an estimated partition is the same on every machine.
 NOMINAL = Rates(3e10, 5e9, 5e-6)
 """Rates of a CPU, the same each time."""
 
@@ -316,6 +326,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 def is_number(value: Any) -> bool:
     """Return True if a value can be sent as integers of 64 bits: a number, truth value or shape."""
+    # Larger integers do not fit into a message.
     return isinstance(value, (torch.Size, float)) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
 
 
@@ -324,27 +335,30 @@ def encoded(value: Any) -> list[int]:
     if isinstance(value, torch.Size):
         return list(value)
     if isinstance(value, float):
+        # Its bits, as a message of integers is exact: NaN and infinity come back as they were.
         return list(struct.unpack("<q", struct.pack("<d", value)))
     return [int(value)]
 
 
 def decoded(number: ScalarValue, codes: Sequence[int]) -> Any:
     """Return the value of `number` among all numbers of the step."""
-    own = codes[number.start : number.start + number.count]
+    number_codes = codes[number.start : number.start + number.count]
     if number.kind is torch.Size:
-        return torch.Size(own)
+        return torch.Size(number_codes)
+    # By the type of the traced value: a subclass of float or int must come back as one.
     if issubclass(number.kind, float):
-        return number.kind(*struct.unpack("<d", struct.pack("<q", own[0])))
-    return number.kind(own[0])
+        return number.kind(*struct.unpack("<d", struct.pack("<q", number_codes[0])))
+    return number.kind(number_codes[0])
 
 
 def changed(node: Node, result: Any) -> Iterator[tuple[ScalarValue, list[int]]]:
     """Yield the numbers in the result of a node, encoded; raises ValueError for another structure."""
-    traced, found = list(tree_leaves(node.result)), list(tree_leaves(result))
-    if len(traced) != len(found):
-        raise ValueError(f"{len(found)} values in its result in place of {len(traced)}")
-    for expected, value in zip(traced, found, strict=True):
+    traced_leaves, leaves = list(tree_leaves(node.result)), list(tree_leaves(result))
+    if len(traced_leaves) != len(leaves):
+        raise ValueError(f"{len(leaves)} values in its result in place of {len(traced_leaves)}")
+    for expected, value in zip(traced_leaves, leaves, strict=True):
         if isinstance(expected, ScalarValue):
+            # The exact type: `True` in place of 1 would be decoded as 1 in the other stages.
             codes = encoded(value) if is_number(value) and type(value) is expected.kind else []
             if len(codes) != expected.count:
                 raise ValueError(f"{value!r:.80} in its result where {expected} was")

@@ -43,12 +43,15 @@ class Hazards:
 
     def check_seed(self, node: Node, before: bytes | int, after: bytes | int) -> None:
         """Refuse a random call if the step has seeded the generator: every stage seeds it before each call."""
+        # A state that no node has left is one that the step has set. In a stage that skips calls the generators are
+        # elsewhere, so they are seeded before each random call, and what the step sets is lost.
         if node.is_random and before not in self.random_states:
             self.refuse(f"the step seeds torch's random generator itself before {node}.", node.path)
         self.random_states.add(after)
 
     def keep_array(self, node: Node, tensor: Tensor) -> None:
         """Keep the content of a tensor that shares its memory with an array from now on."""
+        # Private: torch has no public name for it. The copy would be a call of the step.
         with torch._C.DisableTorchFunction():
             self._arrays.append((node, tensor, tensor._version, tensor.detach().clone()))
 
@@ -56,9 +59,10 @@ class Hazards:
         """Refuse arrays that were written, as a trace does not see that."""
         for node, tensor, version, content in self._arrays:
             with torch._C.DisableTorchFunction():
+                # A write by torch counts up the version, and has its own node; one through the array does not.
                 if tensor._version == version and not torch.equal(tensor, content):
                     self.refuse(f"the step writes to the array of {node}, which other stages do not see.", node.path)
-        self._arrays.clear()
+        self._arrays.clear()  # copies of whole tensors
 
     # -- Containers and objects
 
@@ -70,12 +74,14 @@ class Hazards:
         """Yield constraints from calls whose effect later stages would miss to its users, or to the end of the step."""
         end = len(nodes) - 1
         for node, container in self.mutated:
+            # By name, as the nodes are of two runs. A cache, which only the first run fills, is no hazard.
             if f"{node.name} {container}" in self.mutated_again:
                 reason = f"{node} changes the contents of {container}, which later code may read"
                 yield CutConstraint(node.index, end, reason, " Return them from the module's forward.")
         for node, kind in self.objects:
             reason = f"{node} returns a {kind}, which later code may use and which cannot be sent"
             yield CutConstraint(node.index, end, reason, " Return tensors, numbers and containers.")
+        # Reversed, so that the first node with a value counts, not one that writes to it later.
         makers = {output.value: node for node in reversed(nodes) for output in node.outputs}
         for value, layout in self.layouts.items():
             users = [node for node in nodes if value in node.inputs]
@@ -88,6 +94,7 @@ def parameter_hook_constraints(task: nn.Module, nodes: Sequence[Node]) -> Iterat
     """Yield a constraint around the users of each parameter that has a hook on its gradient: it needs the sum."""
     for name, parameter in task.named_parameters():
         users = [node.index for node in nodes if name in node.parameters]
+        # Private: torch lists the hooks of a tensor nowhere else.
         has_hook = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
         if has_hook and len(users) > 1:
             reason = f"parameter '{name}' has a hook on its gradient, which is the sum over all nodes that use it"
@@ -105,9 +112,9 @@ def check_iterators(names: Sequence[str]) -> None:
 
 def check_classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UserError if a step has changed a number of a class."""
-    changed = next((name for name, value in now.items() if name in before and before[name] != value), None)
-    if changed is not None:
+    attribute = next((name for name, value in now.items() if name in before and before[name] != value), None)
+    if attribute is not None:
         raise UserError(
-            f"the step changes '{changed}', an attribute of a class, which all of its modules share, but stages do "
-            f"not. Change an attribute of the module: self.{changed.rpartition('.')[2]} = ..., or type strategy=ddp."
+            f"the step changes '{attribute}', an attribute of a class, which all of its modules share, but stages do "
+            f"not. Change an attribute of the module: self.{attribute.rpartition('.')[2]} = ..., or type strategy=ddp."
         )

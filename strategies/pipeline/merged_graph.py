@@ -36,8 +36,9 @@ class MergedGraph:
         if len(steps) == 1:
             return [whole]
         return [
-            replicate_shared(step, [bisect_left(places, cut) for cut in whole.cuts])
-            for step, places in zip(steps, self.places, strict=True)
+            # The first node of the step at or after the cut. Sorted, as each step keeps its order in the list.
+            replicate_shared(step, [bisect_left(indices, cut) for cut in whole.cuts])
+            for step, indices in zip(steps, self.places, strict=True)
         ]
 
 
@@ -50,10 +51,12 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
         return MergedGraph(steps[0], (tuple(range(len(steps[0].nodes))),))
     groups = _ConstraintGroups(steps)
     pieces = groups.pieces()
-    places: list[list[int]] = [[0] * len(step.nodes) for step in steps]
+    merged_indices: list[list[int]] = [[0] * len(step.nodes) for step in steps]
     nodes: list[Node] = []
     constraints: list[CutConstraint] = []
+    # The values of each step are numbered from 0: in the list they follow those of the steps before.
     offsets = [sum(len(step.values) for step in steps[:number]) for number in range(len(steps))]
+    # `reasons` after `pieces`, which joins groups whose order would be a circle.
     for piece, reason in zip(pieces, groups.reasons(pieces), strict=True):
         activations: dict[int, float] = defaultdict(float)
         for step, index in piece:
@@ -61,9 +64,10 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
         heaviest = max(activations, key=lambda step: activations[step])
         first = len(nodes)
         for step, index in piece:
-            places[step][index] = len(nodes)
+            merged_indices[step][index] = len(nodes)
             node = _moved(steps[step].nodes[index], len(nodes), offset=offsets[step], share=shares[step])
-            if step != heaviest:  # phases run one after the other, and so does their memory for backward
+            # Phases run one after the other, so the memory for backward is that of the heaviest, not the sum.
+            if step != heaviest:
                 node.cost.activation_bytes = 0.0
             nodes.append(node)
         if len(piece) > 1:
@@ -71,12 +75,13 @@ def merge_graphs(steps: Sequence[TracedGraph], shares: Sequence[float]) -> Merge
     returns = {(number, len(step.nodes) - 1) for number, step in enumerate(steps)}
     end = next(number for number, piece in enumerate(pieces) if returns & set(piece))
     start = sum(len(piece) for piece in pieces[:end])
-    only_returns = returns >= set(pieces[end])  # a stage needs more than a return
+    # A bool that is subtracted: a stage that only returns would be empty, so the node before belongs to it too.
+    only_returns = returns >= set(pieces[end])
     constraints.append(CutConstraint(start - only_returns, len(nodes) - 1, RETURN_TOGETHER))
     values = [value for step in steps for value in step.values]
     measured = all(step.measured for step in steps)
-    whole = TracedGraph(nodes, values, constraints, steps[0].parameter_bytes, measured=measured)
-    return MergedGraph(whole, tuple(map(tuple, places)))
+    graph = TracedGraph(nodes, values, constraints, steps[0].parameter_bytes, measured=measured)
+    return MergedGraph(graph, tuple(map(tuple, merged_indices)))
 
 
 NodeKey = tuple[int, int]
@@ -90,6 +95,7 @@ class _ConstraintGroups:
 
     def __init__(self, steps: Sequence[TracedGraph]) -> None:
         self._steps = steps
+        # Disjoint sets: the leader of a group leads itself, and every other member leads to it.
         self._leader: dict[NodeKey, NodeKey] = {
             (number, index): (number, index) for number, step in enumerate(steps) for index in range(len(step.nodes))
         }
@@ -105,21 +111,23 @@ class _ConstraintGroups:
 
     def pieces(self) -> list[list[NodeKey]]:
         """Return the groups of nodes, ordered so that every step keeps its order."""
+        # Ends, as each round joins at least two groups.
         while True:
             self._close_gaps()
             members: dict[NodeKey, list[NodeKey]] = defaultdict(list)
             for key in self._leader:
                 members[self._find(key)].append(key)
-            before: dict[NodeKey, set[NodeKey]] = {leader: set() for leader in members}
+            predecessors: dict[NodeKey, set[NodeKey]] = {leader: set() for leader in members}
             for number, index in self._leader:
                 if index:
                     earlier, later = self._find((number, index - 1)), self._find((number, index))
                     if earlier != later:
-                        before[later].add(earlier)
-            sorter = TopologicalSorter(before)
+                        predecessors[later].add(earlier)
+            sorter = TopologicalSorter(predecessors)
             try:
                 sorter.prepare()
             except CycleError as error:
+                # The steps call these groups in different orders: only in one stage can each step keep its own.
                 cycle = error.args[1]
                 first, second = (self._node(members[leader][0]) for leader in cycle[:2])
                 self._group(cycle, f"the steps call {first} and {second} in different orders", strongest=True)
@@ -136,6 +144,8 @@ class _ConstraintGroups:
     def _in_order(
         self, sorter: TopologicalSorter[NodeKey], members: dict[NodeKey, list[NodeKey]]
     ) -> list[list[NodeKey]]:
+        # By the share of a step's nodes that comes before, not by costs: these are measured, and a saved partition must
+        # fit the order of a later run. Groups with a `return` are last, as `RETURN_TOGETHER` reaches to the end.
         def rank(leader: NodeKey) -> tuple[bool, float]:
             last = any(self._node(key).name == RETURN for key in members[leader])
             return last, min(index / len(self._steps[number].nodes) for number, index in members[leader])
@@ -144,6 +154,7 @@ class _ConstraintGroups:
         pieces = []
         while sorter.is_active():
             for leader in sorter.get_ready():
+                # Of equal ranks the leader decides, for the same reason.
                 heappush(ready, (rank(leader), leader))
             _, leader = heappop(ready)
             pieces.append(sorted(members[leader]))
@@ -152,9 +163,10 @@ class _ConstraintGroups:
 
     def _close_gaps(self) -> None:
         """Add the nodes between two nodes of a group to it."""
-        changed = True
-        while changed:
-            changed = False
+        # Until a pass joins nothing: a group that grows in one step may have a gap in another.
+        has_grown = True
+        while has_grown:
+            has_grown = False
             for number, step in enumerate(self._steps):
                 ends: dict[NodeKey, int] = {}
                 for index in range(len(step.nodes)):
@@ -165,7 +177,7 @@ class _ConstraintGroups:
                     if index <= reach and self._find(key) != self._find(leader):
                         reach = max(reach, ends.get(self._find(key), index))
                         self._leader[self._find(key)] = self._find(leader)
-                        changed = True
+                        has_grown = True
                     elif index > reach:
                         leader, reach = key, ends[self._find(key)]
 
@@ -176,6 +188,7 @@ class _ConstraintGroups:
             self._reasons.insert(0 if strongest else len(self._reasons), (keys[0], (reason, advice)))
 
     def _find(self, key: NodeKey) -> NodeKey:
+        # Halves the way for the next call, which keeps long chains short.
         while self._leader[key] != key:
             self._leader[key] = key = self._leader[self._leader[key]]
         return key
@@ -200,6 +213,7 @@ def _users(steps: Sequence[TracedGraph]) -> dict[str, list[NodeKey]]:
 def _moved(node: Node, index: int, *, offset: int, share: float) -> Node:
     """Return a copy of a node at another index of the merged list."""
     forward, backward = share * node.cost.forward_seconds, share * node.cost.backward_seconds
+    # Without its result: the list is only partitioned, never executed.
     return replace(
         node,
         index=index,

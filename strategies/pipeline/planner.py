@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+
+# Private: torch exports these nowhere else.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,7 +37,7 @@ from .tracer import TraceResult, trace
 logger = logging.getLogger(__name__)
 
 Costs = Literal["measured", "estimated", "fake"]
-# What fake tensors raise where their elements are needed; torch exports it nowhere else.
+# What fake tensors raise where their elements are needed.
 NEEDS_ELEMENTS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 GOOD_IMBALANCE = 1.05
@@ -102,7 +104,8 @@ class TraceInput:
         steps of other phases leave tensors of one stage.
         """
         arguments = leaf_modules, left_behind, changed
-        if arguments in self._traced:  # finer leaf modules are often those that were chosen before
+        # Finer leaf modules are often those that were chosen before, and a trace runs the step several times.
+        if arguments in self._traced:
             return self._traced[arguments]
         fake = self.costs == "fake"
         try:
@@ -168,10 +171,11 @@ def plan_steps(
     """
     trace_inputs = _in_sequence(trace_inputs)
     # Without leaf modules every call is a node: this tells what each module costs, and which modules it calls.
+    # In order: each phase must know the attributes in which those before it leave tensors of one stage.
     surveys: list[TraceResult] = []
     for trace_input in trace_inputs:
-        left_behind = frozenset().union(*(survey.left_behind for survey in surveys))
-        survey = trace_input.trace(frozenset(), left_behind)
+        phase_leaks = frozenset().union(*(survey.left_behind for survey in surveys))
+        survey = trace_input.trace(frozenset(), phase_leaks)
         surveys.append(survey)
         if not survey.graph.parameter_users:
             raise UserError(
@@ -211,7 +215,8 @@ def plan_steps(
                 memory=memory,
             )
         except UserError as error:
-            refusal = error  # finer leaf modules have more cut points
+            # Not yet the end, as finer leaf modules have more cut points. The last refusal is that of the finest.
+            refusal = error
             continue
         costs = StageCosts.of(merged.graph, num_stages=num_stages, balance=balance, memory=memory)
         cost = costs.slowest(candidate.cuts)
@@ -289,6 +294,7 @@ def _trace_consistently(
     trace_inputs: Sequence[TraceInput], surveys: Sequence[TraceResult], *, limit: float, expanded: frozenset[str]
 ) -> list[TracedGraph]:
     """Return graphs in which a module that is expanded in one is expanded in all, where possible."""
+    # A single step's own trace tells what it writes; `changed` is for the state of other steps.
     several = surveys if len(surveys) > 1 else ()
     written: frozenset[str] = frozenset().union(*(survey.graph.written for survey in several))
     # Ends, as each round expands another module.
@@ -310,7 +316,7 @@ def trace_expanding(
     trace_input: TraceInput, survey: TraceResult, *, limit: float, expanded: frozenset[str], changed: frozenset[str]
 ) -> TracedGraph:
     """Return a graph whose leaf modules take at most `limit` of the step where they can be expanded."""
-    kept_whole: frozenset[str] = frozenset()
+    kept_whole: frozenset[str] = frozenset()  # modules that stay leaf modules
     # Ends, as each round adds a module to one of the two sets.
     while True:
         leaf_modules = _choose_leaf_modules(trace_input, survey, limit=limit, expanded=expanded, kept_whole=kept_whole)
@@ -320,6 +326,8 @@ def trace_expanding(
         reading = traced.reading_modules - expanded - kept_whole - opaque
         # The task itself ("") cannot be one node: with it nothing would be left to partition.
         changing = {node.path for node in traced.changed_calls or ()} - {""} - expanded - kept_whole
+        # One remedy a round, as each makes other nodes, of which the next trace tells. Errors come last, when no choice
+        # of leaf modules is left that could avoid them.
         if opaque:
             expanded |= opaque
         elif changing:
@@ -351,7 +359,7 @@ def _choose_leaf_modules(
 ) -> frozenset[str]:
     """Return the outermost modules that take at most `limit` of the step in one call, or cannot be expanded."""
     calls = survey.module_calls
-    step_seconds = estimated_seconds(calls[""].cost, trace_input.rates) or 1.0
+    step_seconds = estimated_seconds(calls[""].cost, trace_input.rates) or 1.0  # shares of 0 for a step without costs
     leaf_modules: set[str] = set()
     pending = list(calls[""].callees)
     seen: set[str] = set()  # several modules may call the same one

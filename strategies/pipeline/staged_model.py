@@ -175,6 +175,7 @@ class StagedModel:
         """
 
         def planned() -> tuple[PartitionPlan, Signature]:
+            # Where the parameters still are: ranks move those of their stages to the device after this.
             on_host = batch if device.type == "cpu" else to_device(batch, torch.device("cpu"))
             return self.make_plan(task, steps, on_host, device, training), signature(tensors_in(batch))
 
@@ -182,8 +183,9 @@ class StagedModel:
         parts = list(zip(self.plan.steps, self.plan.partitions, strict=True))
         num_ranks = self.schedule.num_ranks
         self.placement = place_parameters(task, parts, num_ranks=num_ranks)
-        own_stages = range(mesh.stage, self.schedule.num_stages, num_ranks)
-        attributes = StageAttributes(task, owners(parts), own_stages) if len(own_stages) > 1 else None
+        local_stages = range(mesh.stage, self.schedule.num_stages, num_ranks)
+        # Where a rank has one stage, the attributes of the modules are that stage's already.
+        attributes = StageAttributes(task, owners(parts), local_stages) if len(local_stages) > 1 else None
         for name, (graph, partition) in zip(steps, parts, strict=True):
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % num_ranks for index in range(len(bounds))]
@@ -200,7 +202,7 @@ class StagedModel:
         """
         assert self.plan is not None and self.placement is not None
         leaf_modules = frozenset().union(*(graph.leaf_modules for graph in self.plan.steps))
-        changed = frozenset().union(*(graph.written for graph in self.plan.steps))
+        written_in_training = frozenset().union(*(graph.written for graph in self.plan.steps))
         fake = self.trace_mode == "fake"
 
         def traced() -> tuple[TracedGraph, Signature]:
@@ -210,25 +212,25 @@ class StagedModel:
                 batch,
                 leaf_modules=leaf_modules,
                 fake=fake,
-                changed=changed,
+                changed=written_in_training,
                 rates=rates_of(device, self.dtype),
             )
             return result.graph, signature(tensors_in(batch))
 
-        graph, seen = _on_one_rank(task, traced, mesh, all_replicas=False)
+        graph, batch_signature = _on_one_rank(task, traced, mesh, all_replicas=False)
         bounds, ranks = stage_bounds(graph, self.placement, num_ranks=self.schedule.num_ranks)
         stages = stage_graphs(graph, bounds, ranks)
-        self.steps[name] = StageExecutor(graph, task, stages, traced=seen, device=device)
+        self.steps[name] = StageExecutor(graph, task, stages, traced=batch_signature, device=device)
 
     def training_step(self, task: nn.Module, phase: str, step_name: str) -> StageExecutor:
         """Return the executor of a phase's step; raises UserError for another step of the task."""
         partitioned = self.steps.get(step_key(phase, step_name))
         if partitioned is None:
             prefix = step_key(phase, "")
-            own = next(key for key in self.steps if key.startswith(prefix)).removeprefix(prefix)
+            phase_step = next(key for key in self.steps if key.startswith(prefix)).removeprefix(prefix)
             raise UserError(
                 f"{type(task).__name__} trains the phase '{phase}' by {step_name}, but a pipeline partitions the "
-                f"task by {own}, the phase's own step. Remove step={step_name!r} from control.backward, or type "
+                f"task by {phase_step}, the phase's own step. Remove step={step_name!r} from control.backward, or type "
                 "strategy=ddp."
             )
         return partitioned
@@ -272,6 +274,7 @@ class StagedModel:
         costs = cost_source(self.trace_mode, task)
         rates = rates_of(device, self.dtype)
         trace_inputs = [TraceInput(task, step, batch, costs, device=device, rates=rates) for step in steps.values()]
+        # Not planned again, as other measured times may make other stages.
         if self._restored is not None and self._restored["settings"] == self._settings:
             restored = restore_plan(trace_inputs, self._restored)
             if restored is not None:
@@ -320,24 +323,29 @@ def _on_one_rank(task: nn.Module, compute: Callable[[], T], mesh: PipelineMesh, 
 
     Raises UserError for a compiled task.
     """
+    # Private: torch has no public way to ask whether `Module.compile` was called.
     if task._compiled_call_impl is not None:
         raise UserError(
             f"{type(task).__name__}'s forward is compiled as one piece, which cannot be partitioned. Set "
             "trainer.compile=false, or compile modules, each of which is a node: trainer.compile={blocks: [names]}."
         )
     group = None if all_replicas else mesh.stage_group
+    # A global rank, as `broadcast_object_list` takes it also for a group.
     source = 0 if all_replicas else dist.get_global_rank(mesh.stage_group, 0)
     box: list[Any] = [None]
     failure: Exception | None = None
     if dist.get_rank() == source:
         try:
-            with detach_metrics(metrics_in(task)):  # or the traced batch would count twice
+            # Detached, or the traced batch would count twice.
+            with detach_metrics(metrics_in(task)):
                 box = [compute()]
+        # Any error is sent, or the other ranks would wait in the broadcast until it times out.
         except Exception as error:
             box, failure = [error], error
     packed = [_pickled(box)]
     dist.broadcast_object_list(packed, source, group=group)
     box = pickle.loads(packed[0])
+    # The original on the rank that raised it, as the copy has no traceback.
     if failure is not None:
         raise failure
     if isinstance(box[0], Exception):

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+# Private: torch exports fake tensors nowhere else.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainkit.errors import UserError
@@ -115,6 +117,7 @@ def trace(
                 with preserve_state(task) as state_between:
                     second_tracer = make(copy_batch(batch), before=state_between)
                     record(second_tracer, counts_saved=counts_saved)
+                    # Before `finish`, which takes what only the first run changes for a cache.
                     tracer.changed_again, tracer.used_again = second_tracer.changed(), second_tracer.used()
                     tracer.hazards.mutated_again = second_tracer.hazards.mutations()
             trace_result = tracer.finish(result)
@@ -122,6 +125,7 @@ def trace(
                 second_tracer.compare(tracer, trace_result)
             return trace_result
 
+    # A survey only weighs modules. It is not repeated, as a module that becomes one node may hide what differs.
     is_survey = not leaf_modules
     try:
         trace_result = run(is_repeated=not is_survey)
@@ -225,6 +229,7 @@ class Tracer(TracingMode):
         self._fake = fake
         self.counter = FlopCounter()
         self._leaf_modules, self._task = leaf_modules, task
+        # Under the first name: `named_parameters` gives a shared one once.
         named = task.named_parameters(), task.named_buffers()
         self._parameters, self._buffers = ({id(tensor): name for name, tensor in items} for items in named)
         self.watch = AttributeWatch(task, self._position)
@@ -296,6 +301,7 @@ class Tracer(TracingMode):
                     return self._record(name, call, args, kwargs, is_leaf_module=True)
             return call(*args, **kwargs)
         finally:
+            # Also after an error, which the step may catch to go on.
             self._path.pop()
             self._add_since(cost_before, statistics.cost)
 
@@ -337,6 +343,7 @@ class Tracer(TracingMode):
     def torch_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a torch function: as a node outside of leaf modules; inside one, to record the tensors it uses."""
         if self._node is not None:
+            # The code of a module may use more than its arguments: parameters of others, and tensors in attributes.
             for tensor in tensors((args, kwargs)):
                 self._use(self._node, tensor)
             result = call(*args, **kwargs)
@@ -377,9 +384,10 @@ class Tracer(TracingMode):
         # An autograd Function has no buffers of its own, but its code may write to any.
         watched = [*argument_tensors, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [_version(tensor) for tensor in watched]
+        # Apart from versions, which `detach_` and `requires_grad_` leave as they are.
         flags = [tensor.requires_grad for tensor in argument_tensors]
         # To read Python's and numpy's states copies their tables, so not for torch functions, which never draw there.
-        state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
+        random_state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
         cost_before, num_shaped = replace(self.counter.total), self.counter.num_shaped
         for tensor in argument_tensors:
             self._use(node, tensor)
@@ -401,35 +409,38 @@ class Tracer(TracingMode):
             self._node, self._in_call = None, False
         if name == "__iter__":  # an iterator can be read once, and the step reads it too
             result = list(result)
-        made = tensors(result)
-        if not (argument_tensors or made or is_opaque):
+        result_tensors = tensors(result)
+        if not (argument_tensors or result_tensors or is_opaque):
             return result  # such as `torch.is_grad_enabled()`: not a node
         self._add_since(cost_before, node.cost)
-        after = self._random_state()
-        node.is_random = state != after
+        random_state_after = self._random_state()
+        node.is_random = random_state != random_state_after
         self._note_hazards(node, argument_tensors, outline_before != (outline((args, kwargs)) if is_opaque else None))
-        self.hazards.check_seed(node, state, after)
+        self.hazards.check_seed(node, random_state, random_state_after)  # reads `is_random`
         node.draws_in_python = is_opaque and python_state != python_rng_state()
         written = [tensor for tensor, old in zip(watched, versions, strict=True) if _version(tensor) != old]
         switched = [tensor for tensor, old in zip(argument_tensors, flags, strict=True) if tensor.requires_grad != old]
         self._complete(node, result, written, switched)
         # What has the length of an argument whose length depends on elements is taken to depend on them too.
         lengths = {self._shaped[id(tensor)] for tensor in argument_tensors if id(tensor) in self._shaped}
-        for tensor in made:
+        for tensor in result_tensors:
             if tensor.dim() and (self.counter.num_shaped != num_shaped or len(tensor) in lengths) and not is_opaque:
                 self._shaped[id(tensor)] = len(tensor)
-        node.reads = not made and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
+        node.reads = (
+            not result_tensors and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
+        )
         if node.reads and (node.parameters or node.buffers):
+            # After `_complete`, which has set the result of the node to constants.
             self._send_numbers(node, result)
         return iter(result) if name == "__iter__" else result
 
-    def _note_hazards(self, node: Node, given: list[Tensor], changes_arguments: bool) -> None:
+    def _note_hazards(self, node: Node, arguments: list[Tensor], changes_arguments: bool) -> None:
         if changes_arguments:
             self.hazards.mutated.append((node, "an argument"))
         if node.is_leaf_module and not _hooks(self._task.get_submodule(node.name)):  # what hooks keep has its own rule
             self.hazards.mutated += [(node, f"'{name}'") for name in self.watch.changed_containers()]
         if node.name in ARRAYS and not self._fake:
-            for tensor in given:
+            for tensor in arguments:
                 self.hazards.keep_array(node, tensor)
 
     def _send_numbers(self, node: Node, result: Any) -> None:
@@ -451,23 +462,25 @@ class Tracer(TracingMode):
 
     def _before_write(self, tensor: Tensor) -> None:
         """Keep the content of a tensor of the task that the present node is about to write."""
+        # Private: torch has no public name for it. With function modes on, the copies would be calls of the step.
         with torch._C.DisableTorchFunction():
             for name in self._before.keep_before_write(tensor):
                 written = self._writes.setdefault(self._position()[0], [])
                 if name not in written:
                     written.append(name)
 
-    def _after_operation(self, func: Any, given: Any, result: Any) -> None:
+    def _after_operation(self, func: Any, arguments: Any, result: Any) -> None:
         """Keep what an operation has made of values of the step, if it is in no call that the trace has seen."""
         if self._in_call:
             return
         with torch._C.DisableTorchFunction():
-            made, used = tensors(result), tensors(given)
-            before = [self._hidden[id(tensor)] for tensor in used if id(tensor) in self._hidden]
+            made, used = tensors(result), tensors(arguments)
+            # Hidden operations are chained: the first has the values of the step, and the last the result that is used.
+            sources = [self._hidden[id(tensor)] for tensor in used if id(tensor) in self._hidden]
             values = [self._value_of[id(tensor)] for tensor in used if id(tensor) in self._value_of]
             parameters = [self._parameters[id(tensor)] for tensor in used if id(tensor) in self._parameters]
-            values += [value for hidden in before for value in hidden.values]
-            parameters += [name for hidden in before for name in hidden.parameters]
+            values += [value for hidden in sources for value in hidden.values]
+            parameters += [name for hidden in sources for name in hidden.parameters]
             for tensor in made:
                 self._hidden[id(tensor)] = _HiddenResult(
                     tensor, str(func), caller_location(), tuple(values), tuple(parameters)
@@ -485,6 +498,7 @@ class Tracer(TracingMode):
 
     def _locate_in_checkpoint(self, node: Node) -> None:
         """Set the outermost of torch's activation checkpoints around the present call; note compiled functions."""
+        # The outermost: backward runs all of its calls again, also those of inner checkpoints.
         outermost: FrameType | None = None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -498,8 +512,9 @@ class Tracer(TracingMode):
     def _random_state(self) -> bytes | int:
         """Return a state that differs after a call that drew random numbers."""
         if self._fake:
-            return self.counter.num_draws
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():  # `numpy` detaches
+            return self.counter.num_draws  # random calls with fake tensors do not advance the generator
+        # Private: no public context lifts modes. Under them `numpy`, which detaches, would be a call of the step.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return torch.get_rng_state().numpy().tobytes()
 
     # -- Inputs and outputs
@@ -533,11 +548,11 @@ class Tracer(TracingMode):
         elif self._node is None:
             self._unknown.setdefault(key, (tensor, node))
 
-    def _complete(self, node: Node, result: Any, written: list[Tensor], changed: Sequence[Tensor] = ()) -> None:
-        """Add a node with what it made, what it has `written`, and tensors whose `requires_grad` has `changed`."""
+    def _complete(self, node: Node, result: Any, written: list[Tensor], switched: Sequence[Tensor] = ()) -> None:
+        """Add a node with what it made, what it has `written`, and tensors whose `requires_grad` it has `switched`."""
         outputs: dict[int, bool] = {}
         node.result = tree_map(lambda leaf: self._traced_leaf(node, leaf, outputs), result)
-        for tensor in changed:
+        for tensor in switched:
             if id(tensor) in self._value_of:
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
         node.written_buffers += tuple(self._writes.pop(node.index, ()))
@@ -545,10 +560,12 @@ class Tracer(TracingMode):
         node.saved_memories = tuple(self._memories.saved.get(node.index, ()))
         for tensor in written:
             if id(tensor) in self._value_of:
+                # As it is now: a constant that a model value is written to needs a gradient from here on.
                 outputs[self._value_of[id(tensor)]] = tensor.requires_grad
                 node.written += (self._value_of[id(tensor)],)
             alias_set = self._views.get(address_of(tensor), [])
             if len(alias_set) > 1:
+                # A copy, as views that later calls make join the set.
                 self._written_alias_sets.append((list(alias_set), node.index))
         node.has_plain = node.is_opaque and not all(
             isinstance(leaf, (ValueRef, ParameterRef)) for leaf in tree_leaves(node.result)
@@ -559,6 +576,7 @@ class Tracer(TracingMode):
             node.parameters = tuple(name for name in node.parameters if name not in returned)
             node.buffers = tuple(name for name in node.buffers if name not in returned)
         occurrence = self._occurrences[node.name] = self._occurrences.get(node.name, -1) + 1
+        # Not `hash`, which differs from process to process: all stages seed random calls by this key.
         node.key = zlib.crc32(f"{node.name}#{occurrence}".encode())
         self._nodes.append(node)
 
@@ -605,12 +623,12 @@ class Tracer(TracingMode):
             self.counter.total.activation_bytes += self._memories.save(tensor, index)
         return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
 
-    def _add_since(self, before: NodeCost, cost: NodeCost) -> None:
+    def _add_since(self, total_before: NodeCost, cost: NodeCost) -> None:
         total = self.counter.total
-        cost.flops += total.flops - before.flops
-        cost.moved_bytes += total.moved_bytes - before.moved_bytes
-        cost.num_calls += total.num_calls - before.num_calls
-        cost.activation_bytes += total.activation_bytes - before.activation_bytes
+        cost.flops += total.flops - total_before.flops
+        cost.moved_bytes += total.moved_bytes - total_before.moved_bytes
+        cost.num_calls += total.num_calls - total_before.num_calls
+        cost.activation_bytes += total.activation_bytes - total_before.activation_bytes
 
     # -- Result
 
@@ -621,32 +639,35 @@ class Tracer(TracingMode):
         for tensor in tensors(result):
             self._use(last, tensor)
         self._complete(last, None, [])
-        self._checkpoints.clear()
+        self._checkpoints.clear()  # a frame keeps all of its local variables alive
         self.hazards.check_arrays()
+        # Before the marking, which takes state that no node writes for a constant.
         self._add_changes()
         mark_batch_only_nodes(self._nodes, self._values, changed=self._changed_elsewhere, rates=self._rates)
         if self._leaf_modules:  # in a survey also those of scripted modules
             self._check_hidden_uses()
+        # After the marking: it would take the numbers, a value that no node makes, for one of the batch.
         numbers = None
         if any(node.sends_numbers for node in self._nodes):
             numbers = len(self._values)
             self._values.append(Value((self._num_codes,), torch.int64, local=False))
         carried = [constraint for tensor, constraint in self._carried if id(tensor) not in self._cached]
-        left_in = {
+        carried_attributes = {
             self._attribute_with[id(tensor)]: (constraint.first, tensor.shape, tensor.dtype)
             for tensor, constraint in self._carried
             if id(tensor) in self._attribute_with and id(tensor) not in self._cached
         }
         self._constraints += carried
-        known = {(constraint.first, constraint.last) for constraint in self._constraints}
-        changes = written_buffer_constraints(self._nodes, self._kind_of)
-        self._constraints += [each for each in changes if (each.first, each.last) not in known]
+        # One reason for a range is enough.
+        carried_ranges = {(constraint.first, constraint.last) for constraint in self._constraints}
+        write_constraints = written_buffer_constraints(self._nodes, self._kind_of)
+        self._constraints += [group for group in write_constraints if (group.first, group.last) not in carried_ranges]
         self._constraints += self._hook_constraints()
         self._constraints = list(dict.fromkeys(self._constraints))
         self._constraints += alias_constraints(self._nodes, self._written_alias_sets)
         self._constraints += gradient_constraints(self._nodes)
-        kept = {f"'{name}'" for name in self._changed}  # which have rules of their own
-        self.hazards.mutated = [(node, name) for node, name in self.hazards.mutated if name not in kept]
+        attribute_labels = {f"'{name}'" for name in self._changed}  # `_add_changes` has rules for these
+        self.hazards.mutated = [(node, name) for node, name in self.hazards.mutated if name not in attribute_labels]
         self._constraints += self.hazards.constraints(self._nodes, self._values)
         self._constraints += parameter_hook_constraints(self._task, self._nodes)
         self._constraints += checkpoint_constraints(self._nodes)
@@ -663,13 +684,14 @@ class Tracer(TracingMode):
             replaced=frozenset(self._changed),
             handed_on=tuple(self._handed_on),
             reset=self._reset,
-            left_in=left_in,
+            left_in=carried_attributes,
             memory_bytes=tuple(self._memories.sizes),
         )
-        reading = [node.path for node in self._nodes if not node.is_batch_only and node.reads]
-        reading_modules = {*reading, *self._sized, *self.watch.drawing, *dict(self.hazards.refused)} - {""}
+        reading_paths = [node.path for node in self._nodes if not node.is_batch_only and node.reads]
+        reading_modules = {*reading_paths, *self._sized, *self.watch.drawing, *dict(self.hazards.refused)} - {""}
         unsendable = [node for node in self._unsendable if not node.is_batch_only]
-        left_behind = frozenset(name for name in self.changed_again if self._is_of_one_stage(name))
+        phase_leaks = frozenset(name for name in self.changed_again if self._is_of_one_stage(name))
+        # Weak from here on: `compare` looks only for tensors that the second run holds too.
         hidden = [result.tensor for result in self._hidden.values()]
         self._left_behind = [weakref.ref(tensor) for tensor in (*self._kept, *hidden)]
         self._left_behind += [reference for reference, _ in self._made_inside.values()]
@@ -680,10 +702,10 @@ class Tracer(TracingMode):
             graph,
             self._module_calls,
             self._opaque_leaf_modules,
-            {self._nodes[each.first].name for each in carried} & self._leaf_modules,
+            {self._nodes[group.first].name for group in carried} & self._leaf_modules,
             reading_modules,
             bool(self._hooked),
-            left_behind,
+            phase_leaks,
             unsendable,
             next((reason for _, reason in self.hazards.refused), None),
         )
@@ -693,19 +715,21 @@ class Tracer(TracingMode):
 
         Raises UserError for a tensor that was not there before and that no call has made.
         """
-        made = [reference() for reference in first._left_behind]
-        known = {*first._unknown, *(id(tensor) for tensor in made if tensor is not None)}
+        # Tensors without a maker are constants if both runs use the same ones. The list keeps the ids valid.
+        surviving_tensors = [reference() for reference in first._left_behind]
+        known_ids = {*first._unknown, *(id(tensor) for tensor in surviving_tensors if tensor is not None)}
         for key, (_, node) in self._unknown.items():
-            if key not in known:
+            if key not in known_ids:
                 raise UserError(
                     f"{node} uses a tensor that none of the calls which a trace sees has made, such as one that "
                     "another thread computes. In other stages it would be computed from placeholders. Compute it in "
                     "the step's own thread, or inside one module's forward."
                 )
         end = Node(len(self._nodes), RETURN, False, "", "the end of the step")
-        for before, now in zip(first._nodes, [*self._nodes, end], strict=False):
-            if before.name != now.name:
-                found.changed_calls = before, now
+        # Not strict: the `return` of the shorter run differs from the call of the longer one there.
+        for first_node, second_node in zip(first._nodes, [*self._nodes, end], strict=False):
+            if first_node.name != second_node.name:
+                found.changed_calls = first_node, second_node
                 return
 
     def changes_attributes(self) -> bool:
@@ -718,12 +742,12 @@ class Tracer(TracingMode):
                 f"self.{replaced[0]}.copy_(...)."
             )
         check_iterators(list(self.watch.iterators))
-        changed = self._before.attributes.changed()
+        new_values = self._before.attributes.changed()
         # Now, as a second run changes what is in containers.
-        self._changed = {name: self._before.attributes.tensors_in(value) for name, value in changed.items()}
-        self._attribute_with = {id(value): name for name, value in changed.items() if isinstance(value, Tensor)}
+        self._changed = {name: self._before.attributes.tensors_in(value) for name, value in new_values.items()}
+        self._attribute_with = {id(value): name for name, value in new_values.items() if isinstance(value, Tensor)}
         self._of_tensors_alone = {
-            name for name, value in changed.items() if all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            name for name, value in new_values.items() if all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         }
         return bool(self._changed)
 
@@ -759,17 +783,18 @@ class Tracer(TracingMode):
         for node in self._nodes:  # other attributes are constants
             node.buffers = tuple(name for name in node.buffers if name in states or name in buffers)
         self._handed_on = []
-        for name, left in self._changed.items():
+        for name, attribute_tensors in self._changed.items():
             access = self.watch.accesses.get(name)
+            # One user: the code between nodes, or one leaf module. Several would need the cache of another stage.
             if name not in self.changed_again and (access is None or len(access.users) == 1):
-                self._cached.update(id(tensor) for tensor in left)
+                self._cached.update(id(tensor) for tensor in attribute_tensors)
                 continue  # a cache, which each stage fills
             if access is None:
                 raise UserError(
                     f"the step changes the attribute '{name}' in a way that cannot be followed. Assign it by "
                     f"self.{name.rpartition('.')[2]} = ... in its module, or type strategy=ddp."
                 )
-            if left and access.reads_first and self._kind_of(name) == "attribute":
+            if attribute_tensors and access.reads_first and self._kind_of(name) == "attribute":
                 self._handed_on.append(name)
             # A container has changed inside, or a leaf module has written: other stages do not.
             is_inside = access.last_write is None or access.writers != {""}
@@ -778,7 +803,8 @@ class Tracer(TracingMode):
             if (access.reads_first or is_inside) and not is_kept:
                 self._nodes[access.first].buffers = _with(self._nodes[access.first].buffers, name)
             self._nodes[last].written_buffers = _with(self._nodes[last].written_buffers, name)
-            for tensor in left:
+            # The last write also uses what it assigns, which the stage of that node must have.
+            for tensor in attribute_tensors:
                 self._use(self._nodes[last], tensor)
         written = {name for node in self._nodes for name in node.written_buffers}
         for name in self._changed_elsewhere - set(self._changed) - written:
@@ -798,9 +824,9 @@ class Tracer(TracingMode):
 
     def _is_of_one_stage(self, name: str) -> bool:
         """Return True for an attribute in which the step leaves a tensor that depends on the model."""
-        places = [self._value_of.get(id(tensor)) for tensor in self._changed.get(name, ())]
+        values = [self._value_of.get(id(tensor)) for tensor in self._changed.get(name, ())]
         is_buffer = self._kind_of(name) == "buffer"
-        return not is_buffer and any(place is not None and not self._values[place].local for place in places)
+        return not is_buffer and any(value is not None and not self._values[value].local for value in values)
 
     def _hook_constraints(self) -> Iterator[CutConstraint]:
         """Yield constraints around the nodes whose gradients a hook sees, and the node that sets it."""
@@ -817,6 +843,7 @@ class Tracer(TracingMode):
 
 def _hooks(module: nn.Module) -> set[int]:
     """Return the ids of a module's forward hooks."""
+    # Private: torch lists hooks nowhere else. Their ids count up in a process: no two hooks have the same.
     return {*module._forward_pre_hooks, *module._forward_hooks}
 
 
@@ -854,6 +881,7 @@ class _Memories:
 
 def memory_of(tensor: Tensor) -> int:
     """Return an identity of the memory of a tensor, which its views share; sparse ones have several memories."""
+    # Private: the public `data_ptr()` is 0 for every tensor that is empty or on the meta device.
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
@@ -865,11 +893,13 @@ def address_of(tensor: Tensor) -> int:
 
 
 def _base(tensor: Tensor) -> Tensor:
+    # Private: no public attribute has the tensor of which another one is a view.
     base = tensor._base
     return tensor if base is None else base
 
 
 def _version(tensor: Tensor) -> int:
+    # Private: torch has no public count of writes in place. An inference tensor has none, and asking for it raises.
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -895,8 +925,9 @@ def mark_batch_only_nodes(
     states = changed.union(*(node.written_buffers for node in nodes))
     expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost, rates) for node in nodes), CHEAP_SECONDS)
     tainted: set[int] = set()
+    # In rounds, as a later node may write in place to a value that an earlier one uses. Each adds values, so this ends.
     while True:
-        before = len(tainted)
+        num_tainted = len(tainted)
         for node in nodes:
             made = {output.value for output in node.outputs}
             node.is_batch_only = not (
@@ -910,7 +941,7 @@ def mark_batch_only_nodes(
             )
             if not node.is_batch_only:
                 tainted.update(made)
-        if len(tainted) == before:
+        if len(tainted) == num_tainted:
             break
     for index, value in enumerate(values):
         value.local = index not in tainted
@@ -937,6 +968,7 @@ def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int
             makers.setdefault(output.value, node.index)
     for alias_set, writer in writes:
         if not nodes[writer].is_batch_only:
+            # -1 for a value of the batch, which is there before the first node: no stage may begin up to the write.
             first = min(makers.get(value, -1) for value in alias_set)
             yield CutConstraint(first, writer, f"{nodes[writer]} writes in place to memory that several tensors share")
 
@@ -945,14 +977,15 @@ def gradient_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
     """Yield constraints from the inputs by which a call of `torch.autograd.grad` differentiates to the call."""
     for node in nodes:
         if node.name == GRADIENT and not node.is_leaf_module:
+            # Of a parameter the users are not followed: then everything before the call counts.
             first = 0 if node.parameters else _first_touched(nodes[: node.index], node.inputs)
             reason = f"{node} differentiates by what {nodes[first]} is given, and needs all nodes in between"
             yield CutConstraint(first, node.index, reason)
 
 
-def _first_touched(nodes: Sequence[Node], given: Sequence[int]) -> int:
-    """Return the index of the first node of one stage alone that makes or uses what depends on the values `given`."""
-    followers = set(given)
+def _first_touched(nodes: Sequence[Node], values: Sequence[int]) -> int:
+    """Return the index of the first node of one stage alone that makes or uses what depends on `values`."""
+    followers = set(values)
     touching = []
     for node in nodes:
         made = {output.value for output in node.outputs}
@@ -987,9 +1020,10 @@ def fake_tensors(task: nn.Module) -> Iterator[None]:
     so that the step takes its usual branches. Attributes of modules that the step sets are dropped at the end, since
     they may be fake.
     """
-    attributes = [(module, dict(module.__dict__)) for module in task.modules()]
+    saved_attributes = [(module, dict(module.__dict__)) for module in task.modules()]
     contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
     try:
+        # Only made under the mode: calls with fake tensors find it through these, and calls without one are computed.
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in named_state(task).values()}
         for module in task.modules():
@@ -997,9 +1031,10 @@ def fake_tensors(task: nn.Module) -> Iterator[None]:
                 table.update({name: fakes[id(tensor)] for name, tensor in table.items() if tensor is not None})
         yield
     finally:
-        for module, kept in attributes:
+        # First, as the tables below are looked up there.
+        for module, attributes in saved_attributes:
             module.__dict__.clear()
-            module.__dict__.update(kept)
+            module.__dict__.update(attributes)
         for module, kinds in contents:
             for kind, content in zip(_TENSORS, kinds, strict=True):
                 current = getattr(module, kind)
@@ -1048,6 +1083,7 @@ class PreservedState:
 
     def keep(self, tensor: Tensor) -> None:
         """Keep the content of a tensor that is about to be written; another stage's has none."""
+        # Strides of 0: all elements are one in memory, to which `copy_` refuses to write.
         has_content = not tensor.is_meta and (tensor.numel() == 1 or 0 not in tensor.stride())
         if id(tensor) not in self._kept and has_content:
             self._kept[id(tensor)] = tensor, tensor.data, tensor.detach().clone()
@@ -1064,6 +1100,7 @@ class PreservedState:
         """Restore what was kept."""
         with torch.no_grad():
             for tensor, memory, content in self._kept.values():
+                # The step may have given the tensor other memory, by `.data =`.
                 if memory_of(tensor) != memory_of(memory):
                     tensor.data = memory
                 memory.copy_(content)
@@ -1081,6 +1118,8 @@ def preserve_state(task: nn.Module, preceding: Sequence[Step] = (), batch: Any =
             with state.kept_before_writes():
                 for step in preceding:
                     step(copy_batch(batch))
+            # Again, so that `inner` has the state that these steps leave, and the writes of the traced one are undone
+            # before theirs.
             with preserve_state(task) as inner:
                 yield inner
     finally:
@@ -1101,6 +1140,7 @@ _COMPILED = str(Path(_TORCH) / "_dynamo" / "eval_frame.py")
 
 def caller_location() -> str:
     """Return `file:line` of the innermost call outside of torch and this package."""
+    # Not `inspect.stack`, which reads source files: this runs at every call of the step.
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
