@@ -56,7 +56,8 @@ class AbsentTensors:
         if tensor is last:
             return tensor
         if last is not None:
-            del self._classes[id(last)]
+            # From both: an attribute that holds another absent tensor next gets no entry of its own.
+            del self._classes[id(last)], self._left[name]
         # A new object: the step uses its placeholders again, which must stay readable for it.
         if id(tensor) not in self._classes:
             tensor = self._left[name] = tensor.detach()

@@ -102,7 +102,8 @@ class _ConstraintGroups:
         self._reasons: list[tuple[NodeKey, Reason]] = []  # the strongest first
         for number, step in enumerate(steps):
             for constraint in sorted(step.constraints, key=lambda constraint: constraint.first - constraint.last):
-                keys = [(number, index) for index in range(constraint.first, constraint.last + 1)]
+                # -1 is the batch, which comes before the first node.
+                keys = [(number, index) for index in range(max(constraint.first, 0), constraint.last + 1)]
                 self._group(keys, constraint.reason, constraint.advice)
         self._group([(number, len(step.nodes) - 1) for number, step in enumerate(steps)], RETURN_TOGETHER)
         for name, users in _users(steps).items():

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from trainkit.strategies.pipeline.absent import AbsentTensors
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, difference, trained
@@ -227,6 +228,15 @@ class AsksForMetadata(Callback):
             assert parameter.dtype == torch.float64 and parameter.requires_grad and parameter.grad is None
             assert parameter.numel() == parameter.shape.numel() and parameter.device.type == "cpu"
             assert torch.zeros_like(parameter).shape == parameter.shape and isinstance(parameter, nn.Parameter)
+
+
+def test_what_a_step_leaves_on_another_stage_may_be_an_absent_tensor_itself():
+    absent, table = AbsentTensors(), torch.zeros(2)
+    absent.add({"table": "run.task.table is on stage 0"}, {"table": table})
+    for left in (torch.zeros(2), table, torch.zeros(2), torch.zeros(2)):
+        hidden = absent.hide("run.task.last is on stage 0", "last", left)
+        with pytest.raises(UserError, match="is on stage 0"):
+            hidden.sum()
 
 
 def test_names_shapes_and_types_of_all_stages_are_there(tmp_path, monkeypatch):

@@ -201,6 +201,13 @@ def test_a_bond_of_one_step_holds_in_all():
         partition(merged.graph, num_stages=3, shared_parameters="replicated")
 
 
+def test_a_write_to_the_memory_of_the_batch_keeps_all_before_it_in_one_stage():
+    steps = [_step("a", "b", "c", constraints=[CutConstraint(-1, 1, "writes to the batch")]), _step("c")]
+    merged = merge_graphs(steps, [1.0, 1.0])
+
+    assert partition(merged.graph, num_stages=2, shared_parameters="replicated").cuts == (2,)
+
+
 class _Penalised(Mlp):
     """Asks for the slope of its last layers."""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trainkit.strategies.transports.host_layout import HostLayout
 from trainkit.strategies.transports.links import Link, slow_host
 
-NETWORK = Path(__file__).parents[2] / "benchmarks/network.py"
+NETWORK = Path(__file__).parents[3] / "benchmarks/network.py"
 
 
 @given(names=st.lists(st.sampled_from("abc"), min_size=1, max_size=9))
