@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainkit.distributed.checksum import are_equal, summands
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast
 from trainkit.errors import UserError
-from trainkit.model.carried_state import changed_elements, is_counted, may_be_merged, named_buffers
+from trainkit.model.carried_state import changed_elements, is_counted, is_looked_at, may_be_merged, named_buffers
 
 FIRST_STEPS = 2  # in which the buffers are found that depend on the samples of a replica
 
@@ -71,8 +71,7 @@ class MergedBuffers:
         merged = list(self._last)
         if self._steps < FIRST_STEPS:
             merged = self._differing(merged, comm)
-        # Now and then, so that in the long run it costs nothing.
-        elif self._steps & (self._steps - 1) == 0:
+        elif is_looked_at(self._steps + 1):
             self._check_others(comm, strategy)
         for name in merged:
             buffer, last = tensors[name], self._last[name]

@@ -11,19 +11,24 @@ send to the same one, where they would wait for each other, and every link is bu
 does this for a whole chunk. The hops are made here for a sharded optimizer, which updates its shard of the weights from
 the sum between the two rounds: the second one carries weights.
 
-Chunks are launched in the same order on every server, at most `max_in_flight` at a time; the others wait in their
-buffers, so backward never waits for a chunk. The launch of a ring announces all that the chunk will receive, before
-anything of it is sent. Transfers advance only in calls to `progress`.
+    gradients in order of arrival       | w3 |b3|      w2      |b2| w1 |
+    chunks of a buffer                  |     0     |     1     |   2   |
+    shards, one for each server         | 0 | 1 | 2 | 0 | 1 | 2 |0 |1 |2|
+
+Shards ignore where parameters begin and end, so every server handles the same number of bytes. Chunks are launched in
+the same order on every server, at most `max_in_flight` at a time; the others wait in their buffers, so backward never
+waits for a chunk. The launch of a ring announces all that the chunk will receive, before anything of it is sent.
+Transfers advance only in calls to `progress`.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate, count, pairwise
 
 import torch
 import torch.distributed as dist
@@ -32,7 +37,6 @@ from torch import Tensor
 from trainkit.distributed.failure_store import FailureStore
 
 from .host_copy import Event, open_host_copier
-from .partition import equal_shards, split_into_chunks
 from .point_to_point import MessageThread, receive, send
 from .process_group import WaitableWork, WatchedWork
 from .sharded import FusionSettings, ServerGroups, ShardTransport, ShardWork, ordered_sum
@@ -69,7 +73,7 @@ class GlooExchange(ShardTransport):
         self._gathers: list[GatherWork] = []
         self.changed: threading.Event = threading.Event()
         self.arrivals, self.known_flags = (MessageThread(self.changed) for _ in range(2))
-        self.numbers = {kind: itertools.count() for kind in (_SUM, _WEIGHTS)}  # of transfers, the same on every rank
+        self.numbers = {kind: count() for kind in (_SUM, _WEIGHTS)}  # of transfers, the same on every rank
 
     # ---- Memory
 
@@ -434,3 +438,15 @@ class TransferWork(GatherWork):
         if exchange.on_summed is not None:
             exchange.on_summed(self.buffer)  # updates this rank's shard, which is sent next
             self.weights = exchange.gather_weights(self.buffer, where=self.where)
+
+
+def equal_shards(numel: int, world_size: int) -> list[int]:
+    """Return the number of elements that each server sums; they differ by at most one."""
+    small, larger = divmod(numel, world_size)
+    return [small + (server < larger) for server in range(world_size)]
+
+
+def split_into_chunks(numel: int, chunk: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of consecutive chunks of nearly equal size, each at most `chunk` elements."""
+    sizes = equal_shards(numel, -(-numel // chunk)) if numel else []
+    return list(pairwise(accumulate(sizes, initial=0)))

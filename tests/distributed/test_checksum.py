@@ -26,12 +26,21 @@ def test_another_value_and_a_value_at_another_place_change_it(size, dtype, data)
         assert checksum([first]) != checksum([second])
 
 
-@pytest.mark.parametrize("size", [8, 100_000])
-def test_ranks_that_mark_different_rows_differ(size):
-    ranks = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
-    for rank, rows in enumerate(ranks):
-        rows[rank::2] = 1
-    assert not are_equal(sum(summands([[rows]])[0] for rows in ranks).tolist(), num_ranks=2)
+@pytest.mark.parametrize("mark", [1, -1, -0.0, 2.0, float("inf")])
+@pytest.mark.parametrize(
+    ("size", "rows"),
+    [
+        (8, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (8, [[0, 3], [1, 2]]),
+        (8, [[0, 3, 5, 6], [1, 2, 4, 7]]),
+        (100_000, [slice(0, None, 2), slice(1, None, 2)]),
+    ],
+)
+def test_ranks_that_mark_different_rows_differ(size, rows, mark):
+    ranks = [torch.zeros(size, dtype=torch.tensor(mark).dtype) for _ in rows]
+    for table, of_rank in zip(ranks, rows, strict=True):
+        table[of_rank] = mark
+    assert not are_equal(sum(summands([[table]])[0] for table in ranks).tolist(), num_ranks=2)
     assert are_equal(sum(summands([[ranks[0]]])[0] for _ in ranks).tolist(), num_ranks=2)
 
 

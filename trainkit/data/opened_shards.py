@@ -12,6 +12,11 @@ from trainkit.data.dataset_shards import ShardChunks, ShardStart, can_seek, set_
 from trainkit.errors import UserError
 
 _CHUNK = 64  # samples that are read under one seed
+_OF_WEBDATASET = (
+    ", which divides its tar files over ranks and workers itself, and shuffles from generators that no seed reaches. "
+    "Pass trainkit.Shards(open_shard, urls), where open_shard(url) yields the samples of one tar file: "
+    "webdataset.tarfile_to_samples()([{'url': url}])."
+)
 
 
 class Shards(IterableDataset[Any]):
@@ -183,13 +188,6 @@ def check_undivided(stage: str, dataset: Any) -> None:
         )
     if _is_webdataset(dataset):
         raise UserError(f"{what} webdataset{_OF_WEBDATASET}")
-
-
-_OF_WEBDATASET = (
-    ", which divides its tar files over ranks and workers itself, and shuffles from generators that no seed reaches. "
-    "Pass trainkit.Shards(open_shard, urls), where open_shard(url) yields the samples of one tar file: "
-    "webdataset.tarfile_to_samples()([{'url': url}])."
-)
 
 
 def _is_streaming_dataset(dataset: Any) -> bool:

@@ -15,6 +15,7 @@ from trainkit.distributed.collectives import dense_parts
 
 _MODULUS = 1_048_573  # a prime below 2**20: the sum of squares over 8,192 ranks is exact in float64
 _COLUMNS = 1021  # words that have weights of their own: a prime, so that no row of a matrix has its length
+_SPREAD = 0x5851_F42D_4C95_7F2D  # any odd number with many bits would do
 _SMALL = 65_536  # elements: smaller tensors are joined, as calling a kernel costs more than what it reads
 
 
@@ -47,35 +48,42 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
         for joined in small.values():
             sums += _bit_sums(torch.cat(joined))
         device = sums[-1].device
-        # Weighed too: two tensors of one shape may have been exchanged.
-        order = torch.arange(1, 2 * len(sums), 2, device=device)
         # Moved without a wait: a checksum is computed in the step, where nothing waits for the device.
         stacked = torch.stack([bit_sum.to(device, non_blocking=True) for bit_sum in sums])
-        return torch.remainder((stacked * order).sum(), _MODULUS)
+        # Weighed too: two tensors of one shape may have been exchanged.
+        return torch.remainder(sum(map(_weighted_sum, stacked.split(_COLUMNS))), _MODULUS)
 
 
 def _bit_sums(flat: Tensor) -> list[Tensor]:
-    """Return sums of the bits of a contiguous tensor, read as integers of 64 bits as far as possible: it is faster.
-
-    Each word has a weight by its place. Ranks that mark the same number of different rows have equal plain sums.
-    """
+    """Return weighted sums of the bits of a contiguous tensor, read as integers of 64 bits as far as possible."""
     # A view as int64 must begin at a multiple of 8 bytes, or torch refuses it.
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
     # Integer sums wrap around, so that they are exact and do not depend on the order in which a kernel adds.
-    words = flat.numel() - flat.numel() % (8 // flat.itemsize)
+    num_wide = flat.numel() - flat.numel() % (8 // flat.itemsize)
     narrow = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize]
-    weights = _weights(flat.device)
-    whole, rest = flat[:words].view(torch.int64), flat[words:].view(narrow)
-    # Columns first: the sum of each reads the memory once, and weighing every word would write it once more.
-    end = len(whole) - len(whole) % _COLUMNS
-    parts = (
-        [whole[end:], rest.long()] if end == 0 else [whole[:end].view(-1, _COLUMNS).sum(0), whole[end:], rest.long()]
-    )
-    return [(part * weights[: len(part)]).sum() for part in parts if len(part)]
+    words, rest = flat[:num_wide].view(torch.int64), flat[num_wide:].view(narrow).long()
+    num_rows = len(words) // _COLUMNS
+    parts = [words[num_rows * _COLUMNS :], rest]
+    if num_rows:
+        # Columns first: this reads the memory once, and weighing every word would also write as much.
+        parts.append(words[: num_rows * _COLUMNS].view(num_rows, _COLUMNS).sum(0))
+    return [_weighted_sum(part) for part in parts if len(part)]
+
+
+def _weighted_sum(words: Tensor) -> Tensor:
+    """Return a sum of integers that depends on their places; plain sums are equal where ranks mark different rows."""
+    # The low bits of a float such as 1.0 are zeros, and the product with them keeps few bits of the weight. So all bits
+    # are spread, and the high half mixed into the low one, before they are weighed; every step can be inverted, so that
+    # no two words become the same. Masked, as `>>` repeats the sign.
+    spread = words * _SPREAD
+    mixed = spread ^ ((spread >> 32) & 0xFFFF_FFFF)
+    return (mixed * _weights(words.device)[: len(words)]).sum()
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return an odd number for each column; a multiple of it is 0 only for 0, also where products wrap around."""
-    return (torch.arange(_COLUMNS, dtype=torch.int64) * 0x5851F42D4C957F2D).bitwise_or_(1).to(device)
+    """Return an odd random number for each column, the same in every process, without a draw of a global generator."""
+    # Odd, or bits would be lost. Random: the sums over rows 0, 3 and 1, 2 of numbers in equal steps are the same.
+    generator = torch.Generator().manual_seed(0)
+    return (2 * torch.randint(2**62, (_COLUMNS,), generator=generator) + 1).to(device)

@@ -16,7 +16,7 @@ from trainkit.data.batch import StepBatch
 from trainkit.distributed.checksum import are_equal, summands
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
-from trainkit.model.carried_state import BufferWrites, shared_by_micro_batches
+from trainkit.model.carried_state import BufferWrites, is_looked_at, shared_by_micro_batches
 from trainkit.phases import PhaseStep
 from trainkit.run import Run
 from trainkit.strategy import local_state
@@ -46,9 +46,7 @@ class ReplicaCheck:
         if len(batch.micro_batches) > self._run.strategy.micro_batches_at_once:
             # Private: torch has no public count of writes to a tensor; comparing values would cost a copy and a wait.
             versions = [parameter._version for parameter in self._parameters]
-            # In steps 1, 2, 4, 8, ...: a buffer may be written to after a warm-up, and copies in every step would cost.
-            is_compared = self._steps & (self._steps - 1) == 0
-            with self._shared_buffers_refused() if is_compared else nullcontext():
+            with self._shared_buffers_refused() if is_looked_at(self._steps) else nullcontext():
                 outputs = forward_backward(batch)
             for parameter, version in zip(self._parameters, versions, strict=True):
                 # Only the update may write to a parameter: otherwise later micro-batches have other weights.

@@ -143,6 +143,11 @@ def changed_elements(values: Tensor, last: Tensor) -> Tensor:
     return (values != last) & ~(values.isnan() & last.isnan())
 
 
+def is_looked_at(step: int) -> bool:
+    """Return True in steps 1, 2, 4, 8, ...: a buffer may be written to after a warm-up, and looking costs a copy."""
+    return step & (step - 1) == 0
+
+
 def is_counted(buffer: Tensor) -> bool:
     """Return True for integers and truth values, which count or point: their last values may differ by design."""
     return not (buffer.is_floating_point() or buffer.is_complex())

@@ -9,11 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from trainkit.strategies.transports import gloo_ring as exchange_module
-from trainkit.strategies.transports.gloo_ring import GlooExchange
+from trainkit.strategies.transports.gloo_ring import GlooExchange, equal_shards, split_into_chunks
 from trainkit.strategies.transports.host_copy import HostCopier
 from trainkit.strategies.transports.point_to_point import Messages
 from trainkit.strategies.transports.sharded import FusionSettings, ServerGroups
+
+from tests.strategies.fusion.training import imbalance, naive_bytes_per_server
 
 NUM_CHUNKS = 7
 
@@ -147,3 +151,34 @@ def test_chunks_are_summed_in_their_order_whichever_is_copied_to_the_host_first(
     exchange.progress()
     assert summed == [[0, 1], [2, 3], [4, 5], [6, 7]]
     exchange.close()
+
+
+# ---- Shards
+
+
+@given(numel=st.integers(0, 10_000), chunk=st.integers(1, 500))
+def test_chunks_cover_a_buffer_once_and_do_not_exceed_the_limit(numel, chunk):
+    chunks = split_into_chunks(numel, chunk)
+    assert [element for start, stop in chunks for element in range(start, stop)] == list(range(numel))
+    assert all(0 < stop - start <= chunk for start, stop in chunks)
+    sizes = [stop - start for start, stop in chunks]
+    assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+@given(numel=st.integers(0, 10_000), world_size=st.integers(1, 64))
+def test_shards_differ_by_at_most_one_element(numel, world_size):
+    shards = equal_shards(numel, world_size)
+    assert sum(shards) == numel and len(shards) == world_size
+    assert max(shards) - min(shards) <= 1
+
+
+def test_shards_balance_servers_and_whole_variables_do_not():
+    variables = [1_000_000] + [1000] * 200  # one huge, many tiny
+    chunks = [stop - start for start, stop in split_into_chunks(sum(variables), 100_000)]
+    loads = [sum(of_server) for of_server in zip(*(equal_shards(size, 4) for size in chunks), strict=True)]
+    assert imbalance(loads) < 1.0001
+    assert imbalance(naive_bytes_per_server(variables, 4)) > 3.3
+
+
+def test_whole_variables_go_to_the_least_loaded_server_largest_first():
+    assert naive_bytes_per_server([5, 4, 3, 3, 3], 2) == [8, 10]
