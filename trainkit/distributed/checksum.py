@@ -51,7 +51,8 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor:
         # Moved without a wait: a checksum is computed in the step, where nothing waits for the device.
         stacked = torch.stack([bit_sum.to(device, non_blocking=True) for bit_sum in sums])
         # Weighed too: two tensors of one shape may have been exchanged.
-        return torch.remainder(sum(map(_weighted_sum, stacked.split(_COLUMNS))), _MODULUS)
+        weighted_sums = torch.stack([_weighted_sum(part) for part in stacked.split(_COLUMNS)])
+        return torch.remainder(weighted_sums.sum(), _MODULUS)
 
 
 def _bit_sums(flat: Tensor) -> list[Tensor]:
