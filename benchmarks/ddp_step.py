@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.reductions import open_transport
 
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
@@ -119,14 +121,13 @@ class Contender:
                 model, gradient_as_bucket_view=True, static_graph=True, transport="process_group"
             )
         elif name.startswith("ours"):
-            settings = ReducerSettings(
-                average=False,
-                transport="process_group" if "gloo" in name else "shared_memory",
-                first_bucket_cap_mb=25.0 if name.endswith("no small") else 1.0,
-            )
+            settings = ReducerSettings(average=False, first_bucket_cap_mb=25.0 if name.endswith("no small") else 1.0)
+            opened = partial(open_transport, name="process_group" if "gloo" in name else "shared_memory")
             group = dist.group.WORLD
             assert group is not None
-            self.reducer = Reducer(list(model.named_parameters()), group=group, settings=settings)
+            self.reducer = Reducer(
+                list(model.named_parameters()), group=group, settings=settings, open_transport=opened
+            )
         self.share = 1.0 / dist.get_world_size() if self.reducer is not None else 1.0
         self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
 
@@ -303,8 +304,12 @@ def bookkeeping() -> float:
     model = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(BOOKKEEPING_PARAMETERS))
     group = dist.group.WORLD
     assert group is not None
-    settings = ReducerSettings(average=False, transport="process_group")
-    reducer = Reducer(list(model.named_parameters()), group=group, settings=settings)
+    reducer = Reducer(
+        list(model.named_parameters()),
+        group=group,
+        settings=ReducerSettings(average=False),
+        open_transport=partial(open_transport, name="process_group"),
+    )
     hooks = [next(iter(p._post_accumulate_grad_hooks.values())) for p in model]
 
     def backward() -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,14 +35,16 @@ from trainkit.distributed.rendezvous import fresh_store, store_of_environment, v
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.precision import Precision
+from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.failure import phase_in
 from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
+from .gradient_sum import GradientSum, SumAfterBackward
 from .merged_buffers import MergedBuffers
 from .shared_flag import SharedFlag
-from .transports.own_groups import OwnGroups
+from .transports.hosts import OwnGroups
 
 T = TypeVar("T")
 
@@ -87,6 +89,8 @@ class MultiProcessStrategy(Strategy):
     comm: ProcessGroupCollectives  # from `setup` on
     collectives: type[ProcessGroupCollectives] = ProcessGroupCollectives
     """The class of `comm`."""
+    gradients: GradientSum
+    """How gradients are summed over the ranks; by default by `reduce_gradients`."""
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class MultiProcessStrategy(Strategy):
         self._watchdog: RankWatchdog | None = None
         self._stop_flag: SharedFlag | None = None
         self._steps = 0  # started by this rank
+        self.gradients = SumAfterBackward(self.reduce_gradients)
 
     # ---- Ranks
 
@@ -206,7 +211,9 @@ class MultiProcessStrategy(Strategy):
         """Tell the other ranks that this one stops."""
         # Before `setup` and with one rank there is nobody to tell.
         if isinstance(self.comm, ProcessGroupCollectives) and self.comm.failure_store is not None:
-            self.comm.failure_store.publish(f"rank {self.comm.rank} failed in step {max(self._steps - 1, 0)}: {why}")
+            message = f"rank {self.comm.rank} failed in step {max(self._steps - 1, 0)}: {why}"
+            self.comm.failure_store.publish(message)
+            self.gradients.fail(message)
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
@@ -284,6 +291,7 @@ class MultiProcessStrategy(Strategy):
 
     def final_state_dict(self, task: TaskModule) -> dict[str, Any] | None:
         """Return the trained state on rank 0 if the caller is in another process; collective."""
+        self.gradients.finish()
         if self._environment is None or self.comm.rank != 0:
             return None
         state: dict[str, Any] = map_tensors(self.state_dict(task), Tensor.cpu)  # extra state may be anything
@@ -291,8 +299,17 @@ class MultiProcessStrategy(Strategy):
 
     def teardown(self) -> None:
         """Leave the process groups that this strategy joined or made; may be called twice."""
-        self._buffers = None
+        super().teardown()
+        failing = sys.exc_info()[1]  # `teardown` is called in a `finally`
+        breaks_off = failing is not None and self.comm.num_processes > 1
+        if breaks_off:
+            # If this rank left now, ranks that wait for it would report a broken connection instead of the reason, and
+            # destroying the group could block. The process is about to end.
+            self.publish_failure(f"{type(failing).__name__}: {failing}")
         # First the threads and memory that use the group, then the group.
+        self._release()
+        self.gradients.close()
+        self._buffers = None
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
@@ -301,11 +318,7 @@ class MultiProcessStrategy(Strategy):
             self._stop_flag = None
         if isinstance(self.comm, ProcessGroupCollectives):
             self.comm.consensus = None
-        failing = sys.exc_info()[1]  # `teardown` is called in a `finally`
-        if failing is not None and self.comm.num_processes > 1:
-            # If this rank left now, ranks that wait for it would report a broken connection instead of the reason, and
-            # destroying the group could block. The process is about to end.
-            self.publish_failure(f"{type(failing).__name__}: {failing}")
+        if breaks_off:
             self._own_groups.leave(destroy=False)
             return
         if isinstance(self.comm, ProcessGroupCollectives):
@@ -314,6 +327,9 @@ class MultiProcessStrategy(Strategy):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
+
+    def _release(self) -> None:
+        """Release what only this kind of strategy holds, before `teardown` leaves the groups; may be called twice."""
 
     # ---- A step
 
@@ -352,23 +368,17 @@ class MultiProcessStrategy(Strategy):
             local_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = self.comm.all_reduce(local_gradient)
 
-    @contextmanager
-    def _reduced(self) -> Iterator[None]:
-        yield
-        self.reduce_gradients()
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which a backward adds to this rank's gradients only; nothing is reduced."""
+        return self.gradients.no_sync()
 
     def _synced(self) -> AbstractContextManager[Any]:
-        return self._reduced()
+        return self.gradients.session()
 
     def _join_without_samples(self) -> None:
         """Join the reduction of the other ranks on a rank without samples; collective."""
         self.precision.scale(torch.zeros((), device=self.device))  # a scaler must have seen a loss
-        self._reduce_zeros()
-
-    def _reduce_zeros(self) -> None:
-        """Contribute zeros, or what is accumulated, to the reduction; collective."""
-        with self._synced():
-            pass
+        self.gradients.reduce_zeros()
 
     def _forward_backward_or_oom(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave the reduced gradients of the batch, or raise torch.OutOfMemoryError on all ranks if one runs out of it.
@@ -464,6 +474,22 @@ class MultiProcessStrategy(Strategy):
     def _is_undivided(self, batch: StepBatch) -> bool:
         """Return True if one micro-batch is the whole global batch: its loss is not weighted."""
         return len(batch.micro_batches) == 1 and batch.micro_batches[0].num_samples == batch.num_samples
+
+    # ---- Profiles
+
+    @property
+    def waited_seconds(self) -> float | None:
+        """Seconds that this rank has waited for the sums of gradients after backward; `None` if unknown."""
+        return self.gradients.waited_seconds
+
+    def start_overlap_profile(self) -> None:
+        """Start to measure how much of the sums of gradients backward hides."""
+        self.gradients.start_overlap_profile()
+
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
+        """Stop measuring and return the means over `steps`; `None` if unknown."""
+        overlap = self.gradients.stop_overlap_profile(steps)
+        return NO_COMMUNICATION if overlap is None and self.comm.num_processes == 1 else overlap
 
 
 def _has_nan_gradients(parameters: Sequence[nn.Parameter]) -> bool:

@@ -22,6 +22,7 @@ from trainkit.checkpoint.sharded_state import (
 )
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
+from trainkit.optim.optimizer import PhaseOptimizer
 
 from .reducer.bucket import Bucket, shaped_like
 from .transports.sharded import ShardTransport
@@ -66,28 +67,34 @@ class ShardedOptimizer:
 
     With two sets of weights a step reads the active set and writes the next one, which becomes active in
     `use_next_weights`: until then all forwards and backwards use the weights with which they began.
+
+    The first backward shows the buckets, and with them the shards: until `open` there is only a loaded state.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, buckets: Sequence[Bucket], transport: ShardTransport, saved: dict[int, Any]
-    ) -> None:
-        self.optimizer, self.transport = optimizer, transport
+    def __init__(self, phase_optimizer: PhaseOptimizer, transport: ShardTransport) -> None:
+        self.phase_optimizer, self.optimizer, self.transport = phase_optimizer, phase_optimizer.optimizer, transport
+        self.is_open = False
         self._shards: list[_ParameterShard] = []
         self._of_buffer: dict[int, list[_ParameterShard]] = {}
         # By buffer, the parameters with a view of each set of flat weights.
         self._moved_of: dict[int, list[tuple[nn.Parameter, list[Tensor]]]] = defaultdict(list)
         self._copied: list[tuple[nn.Parameter, list[Tensor]]] = []
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._group_of = {id(p): number for number, params in enumerate(self._groups) for p in params}
-        self.parameters = [p for params in self._groups for p in params]
-        self._indices = {id(p): index for index, p in enumerate(self.parameters)}
+        self._parameters = [p for params in self._groups for p in params]
+        self._indices = {id(p): index for index, p in enumerate(self._parameters)}
+        self._saved: dict[int, dict[str, Any]] = {}  # loaded before `open`
+
+    def open(self, buckets: Sequence[Bucket]) -> None:
+        """Take this rank's shards of the buckets, with their state."""
         for bucket in buckets:
             self._add_bucket(bucket)
+        self.is_open, saved, self._saved = True, self._saved, {}
         # First the state of the shards, then that of whole parameters goes, whose memory is to be saved.
-        self.load_state({self._indices[id(p)]: state for p, state in optimizer.state.items()} | saved)
+        self.load_state({self._indices[id(p)]: state for p, state in self.optimizer.state.items()} | saved)
         for bucket in buckets:
             for entry in bucket.entries:
-                optimizer.state.pop(entry.parameter, None)
+                self.optimizer.state.pop(entry.parameter, None)
 
     def _add_bucket(self, bucket: Bucket) -> None:
         if bucket.contents is None:
@@ -144,13 +151,17 @@ class ShardedOptimizer:
         finally:
             params.pop()
 
-    def step_buffer(self, buffer: int, used: Sequence[bool], step: Callable[[], None]) -> None:
-        """Call `step` on this rank's shards of one buffer, whose gradients are all summed."""
+    def step_buffer(self, buffer: int) -> None:
+        """Update this rank's shards of one buffer, whose gradients are all summed.
+
+        May be called on the communication thread, while backward runs.
+        """
+        used = self.transport.used_flags(buffer).tolist()
         self._load_shards(buffer)
         shards = [shard for shard in self._of_buffer[buffer] if not used or used[shard.position]]
         if shards:
             with self._with_shard_params(shards):
-                step()
+                self.phase_optimizer.update(norm=None)
 
     def use_next_weights(self) -> None:
         """Make the next set of weights the parameters' values; all ranks' shards of it must have arrived."""
@@ -177,7 +188,7 @@ class ShardedOptimizer:
         for parameter, _ in self._moved:
             parameter.data = parameter.data.clone()  # a view would keep the whole buffer alive
         self._moved_of.clear()
-        self._copied, self._shards, self._of_buffer = [], [], {}
+        self._copied, self._shards, self._of_buffer, self.is_open = [], [], {}, False
 
     @property
     def _moved(self) -> list[tuple[nn.Parameter, list[Tensor]]]:
@@ -220,12 +231,17 @@ class ShardedOptimizer:
 
     def load_state(self, saved: Mapping[int, dict[str, Any]]) -> None:
         """Replace the state of this rank's shards by theirs of the state of full parameters, by index."""
+        if not self.is_open:
+            self._saved = dict(saved)
         for shard in self._shards:
             state = saved.get(self._indices[id(shard.owner)], {})
             self.optimizer.state[shard.parameter] = {n: _shard_of(n, value, shard) for n, value in state.items()}
 
     def full_state(self, comm: Collectives) -> dict[int, dict[str, Any]]:
         """Return the state of every full parameter, by its index in the optimizer. Collective."""
+        if not self.is_open:
+            self._saved = in_memory(self._saved)  # a save may replace the checkpoint that it is in
+            return self._saved
         # First what there is, then the tensors: every rank takes part in the reduction of each, also without a shard.
         local_state: dict[int, dict[str, Any]] = {}
         for shard, state in self._states():
@@ -235,8 +251,21 @@ class ShardedOptimizer:
         for index, state in full.items():
             for name, value in state.items():
                 if isinstance(value, torch.dtype):
-                    state[name] = self._full_tensor(self.parameters[index], name, value, comm)
+                    state[name] = self._full_tensor(self._parameters[index], name, value, comm)
         return full
+
+    def take_state(self, comm: Collectives) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state of every full parameter, and release the shards. Collective."""
+        # Not read from the disk before it is divided again.
+        state = self.full_state(comm) if self.is_open else self._saved
+        self.release()
+        return {self._parameters[index]: values for index, values in state.items()}
+
+    def give_state(self, taken: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Load a state that was taken from another division; that of parameters that are not here is dropped."""
+        # By parameter: indices of the old groups are not those of the new ones.
+        by_index = {self._indices.get(id(parameter)): values for parameter, values in taken.items()}
+        self.load_state({index: values for index, values in by_index.items() if index is not None})
 
     def sharded_state(self, task: nn.Module, comm: Collectives) -> ShardedState:
         """Return the state of the task and of this optimizer, with this rank's shards of both. Collective."""

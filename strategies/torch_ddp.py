@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.optimizer import PhaseOptimizer
-from trainkit.profiling import NO_COMMUNICATION, Overlap
+from trainkit.profiling import Overlap
 from trainkit.task import TaskModule
 
+from .gradient_sum import NO_CONTEXT, GradientSum
 from .multiprocess import MultiProcessStrategy, RankSettings
 from .reducer.bucket_plan import ring_bytes
 
@@ -74,10 +75,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self._wrapped: DistributedDataParallel | None = None
-        self._wrapped_task: _WrappedTask | None = None
-        self._times: ReducerTimes | None = None
-        self._last: Any = None  # this rank's most recent batch
+        self.gradients: TorchSum = TorchSum(self._checked_backward)
         self._has_stepped = False
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
@@ -85,7 +83,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         step = _TrainingStep(task)
         # Private: PyTorch cannot compare sparse buffers, and the strategy makes all buffers equal itself.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, [n for n, _ in step.named_buffers()])
-        self._wrapped = DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             step,
             process_group=self.comm.group,
             device_ids=[self.device] if self.device.type == "cuda" else None,
@@ -95,8 +93,8 @@ class TorchDDPStrategy(MultiProcessStrategy):
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
         )
-        self._wrapped_task = _WrappedTask(self._wrapped)
-        self._last, self._has_stepped = None, False
+        self.gradients.use(wrapped)
+        self._has_stepped = False
 
     def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
         is_frozen = any([not parameter.requires_grad for parameter in self._trained])  # PyTorch would wait for it
@@ -104,31 +102,22 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         super().retrain(task, phase_optimizers)
-        self._times = None  # it measures the wrapper that is replaced
         self.prepare_optimizer(task, phase_optimizers[0])
 
     def forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
         """Leave in every `.grad` the gradient of the weighted mean loss over the whole global batch; collective."""
+        gradients = self.gradients
         if batch.micro_batches:
-            self._last = batch.micro_batches[0].batch
+            gradients.last = batch.micro_batches[0].batch
         # Once, as every rank has a batch from then on. All ranks decide alike, so all enter the collective or none.
         if not self._has_stepped and self._may_lack_samples(batch):
-            self._last = self._move(self._batch_of_any_rank(self._last))
+            gradients.last = self._move(self._batch_of_any_rank(gradients.last))
         self._has_stepped = True
-        assert self._wrapped_task is not None
         with self.comm.waiting(f"forward and backward of step {self._steps}"):
-            outputs = super().forward_backward(self._wrapped_task, batch)
-        if self._times is not None:
-            self._times.add_previous_step()
+            outputs = super().forward_backward(gradients.task, batch)
+        if gradients.times is not None:
+            gradients.times.add_previous_step()
         return outputs
-
-    def _reduce_zeros(self) -> None:
-        """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""
-        assert self._wrapped is not None
-        returned = self._wrapped(self._last)
-        loss = read_training_output(returned, 1, self._wrapped.module.task).loss
-        assert loss is not None
-        self._checked_backward(loss * 0.0)  # a new zero would have no graph, and start no reduction
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""
@@ -143,8 +132,8 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
         It would notice in the next step or never, and this rank would go on into another collective than the others.
         """
-        assert self._wrapped is not None
-        is_last = self._wrapped.require_backward_grad_sync
+        wrapped = self.gradients.wrapped
+        is_last = wrapped.require_backward_grad_sync
         trained = [parameter for parameter in self._trained if parameter.requires_grad] if is_last else []
         former = [_version(parameter.grad) for parameter in trained]
         loss.backward()
@@ -156,46 +145,70 @@ class TorchDDPStrategy(MultiProcessStrategy):
         # With those settings too a loss without any parameter starts no backward in which the Reducer could take part.
         allowed = len(trained) - 1 if self.find_unused_parameters or self.static_graph else 0
         if len(unused) > allowed:
-            names = {id(parameter): name for name, parameter in self._wrapped.module.task.named_parameters()}
+            names = {id(parameter): name for name, parameter in wrapped.module.task.named_parameters()}
             raise UserError(
                 f"the loss of rank {self.comm.rank} does not depend on the parameter {names[id(unused[0])]}, for whose "
                 "gradient strategy=torch_ddp waits on every rank. Set strategy=ddp"
                 f"{'' if allowed else ', or strategy.find_unused_parameters=true'}."
             )
 
-    def start_overlap_profile(self) -> None:
-        """Start to measure every step with PyTorch's Reducer."""
-        if self._wrapped is not None and self.comm.world_size > 1:
-            self._times = ReducerTimes(self._wrapped)
-
-    def stop_overlap_profile(self, steps: int) -> Overlap | None:
-        """Stop measuring and return the overlap since `start_overlap_profile`."""
-        times, self._times = self._times, None
-        if times is None:
-            return NO_COMMUNICATION if self.comm.num_processes == 1 else None
-        return times.close()
-
-    @property
-    def waited_seconds(self) -> float | None:
-        """`None`: PyTorch's Reducer does not measure it."""
-        return None
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients are only accumulated."""
-        return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
-
-    def _synced(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
     @property
     def bytes_a_step(self) -> int:
         """Bytes of gradients that this rank sends in a step."""
         return ring_bytes(sum(parameter.nbytes for parameter in self._all_trained), self.comm.world_size)
 
-    def teardown(self) -> None:
-        """Drop the wrapper and leave the group; may be called twice."""
-        self._wrapped = self._wrapped_task = self._times = self._last = None
-        super().teardown()
+
+class TorchSum(GradientSum):
+    """The sums that PyTorch's wrapper makes, by one `backward` of its output in each step."""
+
+    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+        self.last: Any = None
+        """This rank's most recent batch."""
+        self.times: ReducerTimes | None = None
+        self._backward = backward
+        self._task: _WrappedTask | None = None
+
+    def use(self, wrapped: DistributedDataParallel) -> None:
+        """Sum by this wrapper from now on."""
+        self.close()
+        self._task = _WrappedTask(wrapped)
+
+    def close(self) -> None:
+        self._task, self.last, self.times = None, None, None  # times measure a wrapper that is replaced
+
+    @property
+    def task(self) -> _WrappedTask:
+        """The task whose training step runs through the wrapper."""
+        assert self._task is not None, "prepare_optimizer comes first"
+        return self._task
+
+    @property
+    def wrapped(self) -> DistributedDataParallel:
+        """PyTorch's wrapper."""
+        return self.task.wrapped
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.wrapped.no_sync()
+
+    def session(self) -> AbstractContextManager[Any]:
+        return NO_CONTEXT
+
+    def reduce_zeros(self) -> None:
+        """Take part in a reduction with the last batch at weight zero: PyTorch's Reducer needs a backward."""
+        returned = self.wrapped(self.last)
+        loss = read_training_output(returned, 1, self.wrapped.module.task).loss
+        assert loss is not None
+        self._backward(loss * 0.0)  # a new zero would have no graph, and start no reduction
+
+    def start_overlap_profile(self) -> None:
+        """Start to measure every step with PyTorch's Reducer."""
+        if self._task is not None and self.wrapped.process_group.size() > 1:
+            self.times = ReducerTimes(self.wrapped)
+
+    def stop_overlap_profile(self, steps: int) -> Overlap | None:
+        """Stop measuring and return the overlap since `start_overlap_profile`."""
+        times, self.times = self.times, None
+        return None if times is None else times.close()
 
 
 def _version(gradient: Tensor | None) -> tuple[int, int] | None:

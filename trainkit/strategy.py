@@ -168,7 +168,9 @@ class Strategy:
         """
 
     def teardown(self) -> None:
-        """Leave the other ranks and release resources; may be called twice."""
+        """End the phases, leave the other ranks and release resources; may be called twice."""
+        # The task is the user's again, and must not keep a phase's frozen parameters.
+        self.end_phases()
 
     # ---- Between steps
 
@@ -417,12 +419,6 @@ class PhaseTraining(Strategy):
         for parameter in self._all_trained if self._trained is not self._all_trained else ():
             parameter.requires_grad_(True)
         self._trained, self._step_name = self._all_trained, "training_step"
-
-    def teardown(self) -> None:
-        """End the phases, leave the other ranks and release resources; may be called twice."""
-        # The task is the user's again, and must not keep a phase's frozen parameters.
-        self.end_phases()
-        super().teardown()
 
 
 # ---- Optional protocols of a strategy, checked with isinstance

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 import torch
@@ -30,6 +31,8 @@ from ..reducer.bucket import GradBucket
 from ..reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB
 from ..reducer.bucket_recorder import Timeline, logging_times
 from ..reducer.reducer import Reducer, ReducerSettings
+from ..reducer.reductions import open_transport
+from ..reducer.unused_parameters import unreached_parameters
 from ..transports.process_group import CommunicationHook, HookFuture, TransportName
 
 _INSTEAD = {
@@ -58,7 +61,6 @@ _NOT_PICKLED = (
     "_closing",
 )
 SAMPLED_STEPS = 10  # at the start; from then on one in `_set_ddp_runtime_logging_sample_rate`
-HIDING_NODE = "CheckpointFunctionBackward"  # of reentrant checkpoints; it computes the graph inside it in backward
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -350,10 +352,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "graph" if self.find_unused_parameters else "auto" if self.static_graph else "error"
             ),
             static_graph=self.static_graph,
-            transport=self.transport,
             timeout_seconds=_timeout_seconds(self.process_group, self.device),
         )
-        self.reducer = Reducer(named, group=self.process_group, settings=settings, untrained=untrained)
+        self.reducer = Reducer(
+            named,
+            group=self.process_group,
+            settings=settings,
+            open_transport=partial(open_transport, name=self.transport),
+            untrained=untrained,
+        )
         self.timeline = Timeline(self.process_group.rank(), size_key="bucket_cap_mb", compressed="register_comm_hook")
         # Parameters outlive this wrapper, and their hooks hold the Reducer: without it they would wait for ranks.
         closing = ExitStack()
@@ -496,30 +503,6 @@ class DDPJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Leave on every rank the state of one that had batches to the end."""
         self.wrapper.sync_state(candidate=self.wrapper.process_group.rank() if is_last_joiner else -1)
-
-
-def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> list[int]:
-    """Return the indices of parameters that get no gradient from `outputs`, found by a walk over the autograd graph.
-
-    Empty with a reentrant checkpoint, which hides the graph behind it.
-    """
-    # Ids and nodes stay unique during the walk: `outputs` holds the whole graph.
-    outputs = list(outputs)
-    reached = {id(output) for output in outputs if output.is_leaf and output.requires_grad}  # outputs themselves
-    seen: set[Any] = {None}
-    waiting: list[Any] = [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == HIDING_NODE:
-            return []
-        variable = getattr(node, "variable", None)  # on AccumulateGrad nodes only
-        if variable is not None:
-            reached.add(id(variable))
-        waiting.extend(parent for parent, _ in node.next_functions)
-    return [index for index, parameter in enumerate(parameters) if id(parameter) not in reached]
 
 
 def _indices(buckets: Iterable[Iterable[int]]) -> str:

@@ -325,14 +325,13 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         state = self.state_dict(task)
         return map_tensors(state, Tensor.cpu) if self.comm.rank == 0 else None
 
-    def teardown(self) -> None:
-        """Leave the task whole if this process is the caller's, and leave the group; may be called twice."""
+    def _release(self) -> None:
+        """Leave the task whole if this process is the caller's."""
         # To make the task whole is collective: after an error the other ranks may not come, and this one would wait.
         failing = sys.exc_info()[1]
         if self._environment is None and (failing is None or self.comm.num_processes == 1):
             self._make_whole()
         self._sharded, self._locals, self._muons, self._last = None, {}, {}, None
-        MultiProcessStrategy.teardown(self)
 
     # ---- A step
 

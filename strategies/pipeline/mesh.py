@@ -17,8 +17,7 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.errors import UserError, add_note
 
-from ..transports.host_layout import HostLayout, host_name
-from ..transports.own_groups import OwnGroups
+from ..transports.hosts import HostLayout, OwnGroups, host_name
 from .communication import Lane
 
 T = TypeVar("T")

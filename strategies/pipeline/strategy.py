@@ -257,16 +257,14 @@ class PipelineStrategy(MultiProcessStrategy):
         if hasattr(self, "runtime"):  # an error may come before `setup` has made it
             self.runtime.errors.publish(why)
 
-    def teardown(self) -> None:
+    def _release(self) -> None:
         # Reducers first: they use the process groups that `leave` destroys.
         for gradients in self._gradients.values():
             gradients.close()
         self._gradients, self._begun = {}, None
-        self.end_phases()
         self.staged_model.clear()
         # While an exception ends this rank, others may wait in the groups, and destroying one could block.
         self.mesh.leave(destroy=sys.exc_info()[1] is None)
-        super().teardown()
 
     # ---- Preparation
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..transports.process_group import PendingHook, Transport, TransportName, Work
+from ..transports.process_group import PendingHook, Transport, Work
 from .bucket_plan import BucketLayout, BucketPlan
 
 Unused = Literal["auto", "error", "graph"]
@@ -31,9 +31,6 @@ class ReducerSettings:
     """Parameters without a gradient: "auto" handles them, "error" names them, "graph" finds them before backward."""
     static_graph: bool = False
     """Every step uses the same parameters equally often; those unused in the first step never delay a bucket."""
-    transport: TransportName = "auto"
-    """Sum of the buckets: "shared_memory", "process_group" (gloo, nccl), or "auto": shared memory where it works."""
-    reduce_dtype: torch.dtype | None = None  # in which the transport sends gradients; `None`: their own
     timeout_seconds: float = 1800.0  # to wait for another rank
 
 

@@ -15,7 +15,7 @@ from trainkit.files import write_optional
 from trainkit.profiling import Overlap, TimelineFigure, TimelineSpan, Track, covered_seconds
 from trainkit.profiling import Timeline as DrawnTimeline
 
-from ..transports.links import Link, slow_host
+from ..transports.hosts import Link, slow_host
 from .unused_parameters import make_plan
 
 if TYPE_CHECKING:

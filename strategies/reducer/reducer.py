@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
 
-from ..transports.own_groups import OwnGroups
-from ..transports.process_group import CommunicationHook, ProcessGroupTransport
+from ..transports.process_group import CommunicationHook, ProcessGroupTransport, Transport
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
 from .grad_norm import total_norm, whole_gradients
 from .reductions import BucketReductions, open_transport
@@ -50,8 +49,9 @@ class Reducer:
 
     The caller marks each backward that is reduced with `session`, calls `start_on_hook` from a hook of the backward, or
     announces it with `prepare_for_backward`; any other only accumulates gradients on this rank. Ranks publish why they
-    fail in `failure_store`; without it in a store for this Reducer alone. `own_groups` takes the process groups that
-    are made here. `untrained` holds other tensors that must be the same on all ranks, by kind.
+    fail in `failure_store`; without it in a store for this Reducer alone. `open_transport` returns what sums the
+    buckets, given the transport of the process group. `untrained` holds other tensors that must be the same on all
+    ranks, by kind.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Reducer:
         group: dist.ProcessGroup,
         settings: ReducerSettings | None = None,
         failure_store: FailureStore | None = None,
-        own_groups: OwnGroups | None = None,
+        open_transport: Callable[[ProcessGroupTransport], Transport] = open_transport,
         untrained: Mapping[str, Sequence[tuple[str, Tensor]]] | None = None,
     ) -> None:
         """Check that all ranks have the same parameters, and register hooks on them. Collective."""
@@ -76,9 +76,7 @@ class Reducer:
         collective = ProcessGroupTransport(
             group, failure_store=self.failure_store, device=self.device, timeout_seconds=self.settings.timeout_seconds
         )
-        self.transport = open_transport(
-            self.settings.transport, collective, own_groups=own_groups, reduce_dtype=self.settings.reduce_dtype
-        )
+        self.transport = open_transport(collective)
         self.reductions = BucketReductions(self.settings, collective)
         scale = 1.0 / self.world_size if self.settings.average else 1.0
         self.filler = BucketFiller(scale=scale, as_view=self.settings.gradient_as_bucket_view)
@@ -234,8 +232,12 @@ class Reducer:
     def publish_failure(self, why: str) -> None:
         """Publish to the other ranks, waiting or not, that this one stops and why."""
         message = f"rank {self.group.rank()} failed in step {self.step}: {why}"
-        self.failure = message
         self.failure_store.publish(message)
+        self.fail(message)
+
+    def fail(self, message: str) -> None:
+        """Reduce nothing any more, and tell ranks that wait in the transport why."""
+        self.failure = message
         self.transport.fail(message)
 
     def register_hook(self, state: Any, hook: CommunicationHook) -> None:

@@ -16,8 +16,7 @@ from trainkit.distributed.collectives import gather
 
 from ..transports.half_precision import HalfPrecisionTransport
 from ..transports.hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
-from ..transports.host_layout import HostLayout, host_name
-from ..transports.own_groups import OwnGroups
+from ..transports.hosts import HostLayout, OwnGroups
 from ..transports.process_group import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
 from ..transports.shared_memory import SharedMemoryTransport, why_no_shared_memory
 from .bucket import Bucket, GradBucket, ReducerSettings
@@ -183,17 +182,18 @@ def _copy_back(bucket: Bucket) -> None:
 
 
 def open_transport(
-    name: TransportName,
     process_group: ProcessGroupTransport,
     *,
-    own_groups: OwnGroups | None = None,
+    name: TransportName = "auto",
     reduce_dtype: torch.dtype | None = None,
+    hosts: HostLayout | None = None,
+    own_groups: OwnGroups | None = None,
 ) -> Transport:
     """Return the transport called `name` of the ranks of `process_group`. Collective.
 
-    "auto" is shared memory inside each host where it works, else the process group. `own_groups` takes the groups of
-    hosts; without it they end with the default group. In `reduce_dtype` gradients are sent between the ranks of the
-    process group, or between hosts; those in shared memory are exact.
+    "auto" is shared memory inside each host where it works, else the process group. In `reduce_dtype` gradients are
+    sent between the ranks of the process group, or between hosts; those in shared memory are exact. `hosts` are those
+    of the ranks, if known. `own_groups` takes the groups of hosts; without it they end with the default group.
     """
     group, device = process_group.group, process_group.device
     store, seconds = process_group.failure_store, process_group.timeout_seconds
@@ -207,7 +207,7 @@ def open_transport(
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
     # Every rank has the reasons of all, and so decides the same: ranks on different transports would hang.
-    hosts = HostLayout.of(gather(host_name(), group))
+    hosts = hosts or HostLayout.gather(group)
     reason, inside, between = why_not_inside_hosts(hosts, group), group, None
     if reason is None and len(hosts.ranks) > 1:
         inside, between = open_host_groups(hosts, group, own_groups=own_groups or OwnGroups(timedelta(seconds=seconds)))

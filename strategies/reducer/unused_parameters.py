@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings
 from .bucket_plan import DEFAULT_CAP_BYTES, MIB, BucketPlan, GradientSpec, plan_buckets
+
+HIDING_NODE = "CheckpointFunctionBackward"  # of reentrant checkpoints; it computes the graph inside it in backward
 
 
 class BucketFiller:
@@ -210,3 +213,27 @@ def make_plan(
         order=order,
         apart=apart,
     )
+
+
+def unreached_parameters(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> list[int]:
+    """Return the indices of parameters that get no gradient from `outputs`, found by a walk over the autograd graph.
+
+    Empty with a reentrant checkpoint, which hides the graph behind it.
+    """
+    # Ids and nodes stay unique during the walk: `outputs` holds the whole graph.
+    outputs = list(outputs)
+    reached = {id(output) for output in outputs if output.is_leaf and output.requires_grad}  # outputs themselves
+    seen: set[Any] = {None}
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == HIDING_NODE:
+            return []
+        variable = getattr(node, "variable", None)  # on AccumulateGrad nodes only
+        if variable is not None:
+            reached.add(id(variable))
+        waiting.extend(parent for parent, _ in node.next_functions)
+    return [index for index, parameter in enumerate(parameters) if id(parameter) not in reached]

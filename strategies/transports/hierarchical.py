@@ -19,8 +19,7 @@ from torch import Tensor
 
 from trainkit.distributed.failure_store import FailureStore
 
-from .host_layout import HostLayout
-from .own_groups import OwnGroups
+from .hosts import HostLayout, OwnGroups
 from .process_group import ProcessGroupTransport, Work
 from .shared_memory import LONGEST_NAP_SECONDS, SharedBucket, SharedMemoryTransport, shard_of
 
@@ -28,6 +27,7 @@ from .shared_memory import LONGEST_NAP_SECONDS, SharedBucket, SharedMemoryTransp
 class HierarchicalTransport(SharedMemoryTransport):
     """Sums each bucket in the memory of the ranks `inside` a host, and its shards over the ranks `between` hosts."""
 
+    sends = True
     spins, longest_nap_seconds = 1, LONGEST_NAP_SECONDS  # a network is slower than memory: polling only takes a core
 
     def __init__(

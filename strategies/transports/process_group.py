@@ -51,6 +51,8 @@ class Transport(ABC):
     """Sums flat buckets over all ranks, asynchronously; every rank starts the same buckets in the same order."""
 
     name: str
+    sends: bool = True
+    """False if gradients stay on this host."""
 
     @abstractmethod
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .host_copy import Event, HostCopier
-from .own_groups import OwnGroups
+from .hosts import OwnGroups
 from .process_group import Transport, Work, dtype_sent
 
 

@@ -12,18 +12,37 @@ weights of its shard into every rank's weights instead.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore
+from trainkit.errors import UserError
 
 from .gloo_ring import GlooExchange
 from .host_copy import Event, open_host_copier
-from .sharded import FusionSettings, ShardTransport, ShardWork, ordered_sum
-from .shared_memory import CHUNK_ELEMENTS, LINE_BYTES, BucketWork, SharedBucket, SharedMemoryTransport
+from .hosts import HostLayout, OwnGroups
+from .process_group import ProcessGroupTransport
+from .sharded import FusionSettings, ShardTransport, ShardWork, open_server_groups, ordered_sum
+from .shared_memory import (
+    CHUNK_ELEMENTS,
+    LINE_BYTES,
+    BucketWork,
+    SharedBucket,
+    SharedMemoryTransport,
+    why_no_shared_memory,
+)
+
+logger = logging.getLogger(__name__)
+
+Servers = Literal["rank", "host"]
+ShardTransportName = Literal["auto", "shared_memory", "exchange"]
 
 
 class SharedBuffers(SharedMemoryTransport, ShardTransport):
@@ -349,3 +368,77 @@ def _write(total: Tensor, chunk: list[Tensor]) -> None:
     for tensor in chunk:
         if tensor.data_ptr() != total.data_ptr():
             tensor.copy_(total)
+
+
+def open_shard_transport(
+    process_group: ProcessGroupTransport,
+    *,
+    name: ShardTransportName,
+    servers: Servers,
+    settings: FusionSettings,
+    num_gradients: Callable[[], list[int]],
+    hosts: HostLayout,
+    own_groups: OwnGroups,
+) -> ShardTransport:
+    """Return the transport called `name` of the ranks of `process_group`; "auto": shared memory where it works.
+
+    Collective. Raises UserError on every rank if that transport cannot work.
+    """
+    group, device = process_group.group, process_group.device
+    exchange = partial(
+        GlooExchange,
+        failure_store=process_group.failure_store,
+        timeout_seconds=process_group.timeout_seconds,
+        settings=settings,
+        num_gradients=num_gradients,
+    )
+    reason: str | None = "transport=exchange does not use it"
+    if name != "exchange":
+        local: dist.ProcessGroup | None = group
+        if len(hosts.ranks) > 1:
+            local = own_groups.new_of_sets(hosts.ranks, group, backend="gloo")
+        assert local is not None
+        reason = _why_no_shared_buffers(hosts, group, local, servers)
+        if reason is None:
+            num_servers = 1 if servers == "host" else hosts.fewest_ranks
+            groups = open_server_groups(hosts.columns(num_servers), group, own_groups=own_groups)
+            between = None
+            if groups is not None and len(hosts.ranks) > 1:
+                between = exchange(groups, device=torch.device("cpu"))  # whose buffers are in shared memory
+            return SharedBuffers(
+                local,
+                names=hosts.ranks_on_host(group.rank()),
+                between=between,
+                num_servers=num_servers,
+                device=device,
+                failure_store=process_group.failure_store,
+                timeout_seconds=process_group.timeout_seconds,
+                settings=settings,
+                num_gradients=num_gradients,
+            )
+        if name == "shared_memory":
+            raise UserError(f"transport=shared_memory cannot work here: {reason}. Set strategy.transport=auto.")
+    if servers == "host" and group.size() > 1:
+        why = reason if name == "exchange" else f"it cannot work here: {reason}"
+        raise UserError(f"servers=host needs shared memory on each host, but {why}. Set strategy.servers=rank.")
+    # Ranks on hosts of their own have nothing to share, which is no news.
+    if name == "auto" and group.rank() == 0 and group.size() > len(hosts.ranks):
+        logger.info("buffers are sent through gloo instead of shared memory: %s", reason)
+    groups = open_server_groups([range(group.size())], group, own_groups=own_groups)
+    assert groups is not None
+    return exchange(groups, device=device)
+
+
+def _why_no_shared_buffers(
+    hosts: HostLayout, group: dist.ProcessGroup, local: dist.ProcessGroup, servers: Servers
+) -> str | None:
+    """Return None if the ranks of every host can share memory, else the first reason. Collective."""
+    if group.size() == 1:
+        return "there is only one rank"
+    if len(hosts.ranks) == group.size() and servers == "rank":
+        return "every rank is on a different host"
+    if servers == "rank" and not hosts.is_even:
+        return "hosts have unequal numbers of ranks"
+    # Over all hosts: if one host cannot share memory, all ranks use the other transport.
+    reasons = gather(why_no_shared_memory(local, torch.device("cpu")), group)
+    return next((reason for reason in reasons if reason is not None), None)

@@ -32,7 +32,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore, stopped
 
-from .host_layout import host_name
+from .hosts import host_name
 from .process_group import Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples, so that no two ranks write one
@@ -71,6 +71,7 @@ class SharedMemoryTransport(Transport):
     """Sums each bucket in the memory of the ranks themselves."""
 
     name = "shared_memory"
+    sends = False
     spins, longest_nap_seconds = SPINS, NAP_SECONDS
 
     def __init__(

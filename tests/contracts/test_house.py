@@ -77,6 +77,26 @@ def test_no_rooms_import_each_other_in_a_circle():
     assert sorted(graph) == []
 
 
+STRATEGIES = ("dp", "ddp", "torch_ddp", "fusion", "fsdp", "pipeline", "single")
+
+
+def strategy_of(module: str) -> str:
+    """Return the strategy that a module belongs to; "" if strategies share it."""
+    name = room_of(module).removeprefix("trainkit.strategies.")
+    return name if name in STRATEGIES else ""
+
+
+def test_no_strategy_imports_another_one():
+    assert set(map(strategy_of, FILES)) == {*STRATEGIES, ""}
+    crossings = [
+        f"{module} imports {imported}"
+        for module, file in FILES.items()
+        for imported in (imported_modules(module, file) if strategy_of(module) else ())
+        if strategy_of(imported) not in ("", strategy_of(module))
+    ]
+    assert crossings == []
+
+
 @pytest.mark.parametrize("folder", sorted({str(file.parent.relative_to(ROOT)) for file in FILES.values()}))
 def test_every_folder_has_a_docstring_of_one_sentence(folder):
     docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))

@@ -161,7 +161,7 @@ class Reads:
             for place, name in (
                 (store_module, "load_from"),
                 (Checkpointer, "restore"),
-                (ShardedOptimizer, "__init__"),
+                (ShardedOptimizer, "open"),
                 (WeightAveraging, "_local_average"),
             ):
                 patch.setattr(place, name, self.inside(getattr(place, name)))

@@ -94,7 +94,7 @@ class Instants(Callback):
         if run.run_dir.name == "group":  # whose buckets are reduced by a thread of its own
 
             def first_is_reduced():
-                buckets = run.strategy.reducer.buckets  # none in the first step
+                buckets = run.strategy.gradients.reducer.buckets  # none in the first step
                 reduction = buckets[0].reduction if buckets else None
                 return reduction is None or reduction.finished_at is not None
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.errors import UserError
 from trainkit.optim.chained_optimizer import ChainedOptimizer
+from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.rng import preserve_rng
 from trainkit.tree import tensors_in
 
@@ -20,6 +22,34 @@ _GRADIENT_SCALES = (1e-3, 1.0, 1e3)
 _SIDE = 2
 """Elements of a copy in each dimension: enough for a norm, and 1000 parameters take milliseconds."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class SeparableCheck:
+    """Refuses an optimizer that uses several parameters together, as the strategy's `setting` steps parts of them."""
+
+    def __init__(self, setting: str) -> None:
+        self.setting = setting
+        self.hooks: list[Callable[..., Any]] | None = None
+        """Hooks of the optimizer's steps that were tried."""
+
+    def check(self, phase_optimizer: PhaseOptimizer) -> None:
+        """Raise UserError if the optimizer or its present hooks use several parameters together."""
+        # Trying copies takes milliseconds, and this runs between any two steps: only a new hook is tried.
+        hooks = step_hooks(phase_optimizer.optimizer)
+        if hooks == self.hooks:
+            return
+        if phase_optimizer.has_mode:
+            raise UserError(
+                f"{type(phase_optimizer.optimizer).__name__} counts its steps, and {self.setting}=true makes one for "
+                f"each part of the parameters. Set strategy.{self.setting}=false."
+            )
+        culprit, self.hooks = coupled_by(phase_optimizer.optimizer), hooks
+        if culprit is not None:
+            raise UserError(
+                f"{culprit} may use several parameters or gradients together, and {self.setting}=true steps the "
+                "optimizer for parts of them. To clip gradients type trainer.max_grad_norm=1.0; otherwise set "
+                f"strategy.{self.setting}=false."
+            )
 
 
 def coupled_by(optimizer: Optimizer, *, of_elements: bool = False) -> str | None:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.transports.process_group import WatchedWork
 
 from trainkit.cli import main as cli
@@ -27,8 +29,13 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["process_group", "shared_memo
 def fail_in_step_2(transport: str, fault: str, folder: Path) -> tuple[str, float]:
     """Train with a failure of rank 1 in step 2. Return the error of the others, and the seconds until it was raised."""
     model = nn.Linear(8, 8)
-    settings = ReducerSettings(transport=transport, timeout_seconds=HANG_SECONDS if fault == "hang" else 600.0)
-    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=settings)
+    settings = ReducerSettings(timeout_seconds=HANG_SECONDS if fault == "hang" else 600.0)
+    reducer = Reducer(
+        list(model.named_parameters()),
+        group=dist.group.WORLD,
+        settings=settings,
+        open_transport=partial(open_transport, name=transport),
+    )
     rank = dist.get_rank()
     dist.barrier()  # a rank that is started late has not failed
     start = time.monotonic()

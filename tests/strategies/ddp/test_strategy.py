@@ -228,7 +228,7 @@ class Lines(logging.Handler):
 
 
 def logged_with_a_timeline(folder: str) -> list[str]:
-    handler, logger = Lines(), logging.getLogger("trainkit.strategies.ddp.strategy")
+    handler, logger = Lines(), logging.getLogger("trainkit.strategies.reducer.gradient_reducer")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     fit(DDPStrategy(device="cpu", record_timeline=True), Regression(), run_dir=folder)

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.reducer import reductions
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.communication_thread import CommunicationThread
 
 from tests.equality import StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, train, trained
+from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, pretend_hosts, train, trained
 from tests.tasks import Recorder
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.distributed.collectives import gather
@@ -27,8 +26,9 @@ from trainkit.testing import rank_outcomes, run_ranks
 class TwoRanksPerHost(FusionStrategy):
     """Treats every two ranks as a host."""
 
-    def host(self):
-        return f"host {self.comm.rank // 2}"
+    def setup(self, precision):
+        super().setup(precision)
+        pretend_hosts(2)
 
 
 def differences_on_this_rank(run_dir):
@@ -217,7 +217,7 @@ def limits_of_groups():
 
 def groups_of_strategies(run_dir):
     """Return by strategy the time-outs of the groups that it makes, and those of what it leaves behind."""
-    reductions.host_name = lambda: f"host {dist.get_rank() // 2}"
+    pretend_hosts(2)
     found = {}
     for name, kind, settings in (
         ("ddp", DDPStrategy, {}),
@@ -264,15 +264,15 @@ class Settings(Callback):
 
     def on_step_end(self, run):
         strategy = run.strategy
-        thread = isinstance(strategy.reducer.transport, CommunicationThread)
-        self.found = len(strategy.reducer.plan.buckets), thread
+        thread = isinstance(strategy.gradients.reducer.transport, CommunicationThread)
+        self.found = len(strategy.gradients.reducer.plan.buckets), thread
 
 
 def settings_between_hosts(run_dir):
     found = []
     for kind, one_host in itertools.product((DDPStrategy, FusionStrategy), (True, False)):
         strategy, settings = kind(device="cpu"), Settings()
-        strategy.host = lambda one_host=one_host: "host" if one_host else f"host {dist.get_rank()}"
+        pretend_hosts(2 if one_host else 1)
         data = Data(train=TensorDataset(torch.ones(4, 1)), batch_size=2)
         Trainer(
             strategy, max_duration="2step", run_dir=f"{run_dir}/{dist.get_rank()}", callbacks=[settings], loggers=[]

@@ -18,7 +18,7 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports import gloo_ring as exchange_module
 from trainkit.strategies.transports.gloo_ring import GlooExchange, TransferWork
-from trainkit.strategies.transports.own_groups import OwnGroups
+from trainkit.strategies.transports.hosts import OwnGroups
 from trainkit.strategies.transports.sharded import FusionSettings, open_server_groups, ordered_sum
 
 from tests.equality import Perceptron, StepWeights, largest_difference, make, numbers
@@ -241,8 +241,14 @@ class StepRecorder(Recorder):
         super().__init__()
         self.in_backward = []
 
+    def on_fit_start(self, run):
+        self._record(run)
+
     def on_step_end(self, run):
-        self.in_backward.append(run.strategy._transport.on_summed is not None)
+        self._record(run)
+
+    def _record(self, run):
+        self.in_backward.append(run.strategy._transport.on_summed is not None)  # in the step that follows
 
 
 def steps_in_backward(run_dir):
@@ -283,8 +289,8 @@ def test_servers_step_in_backward_unless_all_gradients_are_needed_first(tmp_path
     for found in run_ranks(steps_in_backward, 2, tmp_path):
         assert max(difference for difference, _ in found.values()) < 1e-10
         # The first backward shows where the buffers are.
-        assert found["early reader"][1] == found["clamped"][1] == found["norm logged"][1] == [False] + 5 * [True]
-        assert found["clipped"][1] == found["skips"][1] == found["after"][1] == 6 * [False]
+        assert found["early reader"][1] == found["clamped"][1] == found["norm logged"][1] == [False] + 6 * [True]
+        assert found["clipped"][1] == found["skips"][1] == found["after"][1] == 7 * [False]
 
 
 # ---- Transfers

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from trainkit.strategies.transports import hosts
 
 from tests.equality import Perceptron, StepWeights, make
 from trainkit import TaskModule, Trainer
@@ -22,6 +23,11 @@ OPTIMIZERS = {
         eps=1e-3,
     ),
 }
+
+
+def pretend_hosts(ranks_of_a_host):
+    """Treat every few ranks as a host, in this process from now on."""
+    hosts.host_name = lambda: f"host {dist.get_rank() // ranks_of_a_host}"
 
 
 def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, **settings):

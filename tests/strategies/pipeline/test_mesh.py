@@ -22,7 +22,7 @@ from trainkit.strategies.pipeline.mesh import (
 )
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.transports.host_layout import HostLayout
+from trainkit.strategies.transports.hosts import HostLayout
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches

@@ -41,7 +41,7 @@ def test_advice_names_a_setting(made, advice):
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FusionStrategy])
 def test_advice_names_a_setting_that_the_strategy_has(strategy):
-    made = strategy(device="cpu")._new_timeline()
+    made = strategy(device="cpu", record_timeline=True).gradients.make_timeline(0)
     for setting in (made.size_key, made.compressed):
         assert setting.removeprefix("strategy.").partition("=")[0] in signature(strategy).parameters
 

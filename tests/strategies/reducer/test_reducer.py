@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from trainkit.strategies.ddp.distributed_data_parallel import unreached_parameters
 from trainkit.strategies.reducer.bucket_plan import MIB
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.reductions import open_transport
+from trainkit.strategies.reducer.unused_parameters import unreached_parameters
 
 from trainkit.testing import run_ranks
 
@@ -232,8 +234,9 @@ def a_static_graph_may_differ_by_rank() -> None:
 def buckets_are_gone_on_with_while_backward_runs(transport: str) -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB, transport=transport)  # one for each layer
-    reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
+    settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB)  # one for each layer
+    opened = partial(open_transport, name=transport)
+    reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings, open_transport=opened)
     completed: list[int] = []
     in_backward: list[int] = []
     reducer.after_bucket = lambda bucket: completed.append(bucket.index)
@@ -276,8 +279,9 @@ def the_end_of_a_reduction_is_noted_though_nobody_waits_for_it_yet(transport: st
     if dist.get_world_size() == 1:
         return
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB, transport=transport)  # one for each layer
-    reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings)
+    settings = ReducerSettings(average=False, bucket_cap_mb=200 / MIB)  # one for each layer
+    opened = partial(open_transport, name=transport)
+    reducer = Reducer(list(layers.named_parameters()), group=dist.group.WORLD, settings=settings, open_transport=opened)
     reducer.after_step.append(lambda _: None)  # somebody wants to know the times
     moments: list[float] = []
 

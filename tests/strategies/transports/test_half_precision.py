@@ -13,11 +13,19 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.reducer import reductions
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import SMALL_BUFFER, Drift, Overflowing, Partly, Wide, train, trained
+from tests.strategies.fusion.training import (
+    SMALL_BUFFER,
+    Drift,
+    Overflowing,
+    Partly,
+    Wide,
+    pretend_hosts,
+    train,
+    trained,
+)
 from tests.tasks import Recorder
 from trainkit import Data, UserError
 from trainkit.distributed.collectives import gather
@@ -41,20 +49,15 @@ ARRANGEMENTS = {
 }
 
 
-def pretend_hosts() -> None:
-    """Treat every two ranks as a host."""
-    reductions.host_name = lambda: f"host {dist.get_rank() // 2}"
-
-
 class TransportRecorder(Recorder):
     def on_step_end(self, run):
-        self.name = type(run.strategy.reducer.transport).__name__
+        self.name = type(run.strategy.gradients.reducer.transport).__name__
 
 
 def trained_on_this_rank(run_dir):
     """Return by arrangement the difference from single, and if all ranks have the same weights after each step."""
     single = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=run_dir / f"single_{dist.get_rank()}")
-    pretend_hosts()
+    pretend_hosts(2)
     found = {}
     for name, settings in ARRANGEMENTS[dist.get_world_size()].items():
         recorder = TransportRecorder()
@@ -87,7 +90,7 @@ def test_ranks_that_share_memory_round_nothing(tmp_path):
 
 class Advice(Recorder):
     def on_step_end(self, run):
-        self.found = run.strategy.timeline.compressed
+        self.found = run.strategy.gradients.timeline.compressed
 
 
 def advised(run_dir):
@@ -141,7 +144,7 @@ class Large(Wide):
 
 
 def bytes_between_hosts(run_dir):
-    pretend_hosts()
+    pretend_hosts(2)
     found = {}
     for reduce_dtype in (None, "bf16"):
         received = Received()
@@ -167,7 +170,7 @@ def partly_used(run_dir):
     data = Data(train=numbers(16), batch_size=4)
     alone = SingleStrategy(device="cpu", accumulate=dist.get_world_size())
     train(alone, Partly(), data, single, run_dir=run_dir / f"single_{dist.get_rank()}", steps=8)
-    pretend_hosts()
+    pretend_hosts(2)
     found = {}
     for name, settings in {"hosts": {}, "ranks": BETWEEN_RANKS}.items():
         seen = StepWeights()
@@ -202,7 +205,7 @@ class Sparse(Drift):
 
 def sparse_weights(run_dir):
     """Return the embedding and the other weights, exact and rounded."""
-    pretend_hosts()
+    pretend_hosts(2)
     samples = torch.rand(24, 307, generator=torch.Generator().manual_seed(1)) + 1.0
     found = []
     for settings in ({**ROUNDED, "reduce_dtype": None}, ROUNDED):
@@ -232,7 +235,7 @@ def train_in_fp16(run_dir, settings, on_nonfinite):
 
 def overflowed(run_dir):
     """Return the errors of runs with on_nonfinite=raise, and the weights of those that skip."""
-    pretend_hosts()
+    pretend_hosts(2)
     messages, weights = [], []
     for number, settings in enumerate((BETWEEN_RANKS, {})):
         with pytest.raises(Exception, match="not finite") as caught:

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.reducer import reductions
 from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.hierarchical import HierarchicalTransport
 from trainkit.strategies.transports.process_group import ProcessGroupTransport
 
 from tests.equality import largest_difference, numbers
-from tests.strategies.fusion.training import FailingOnLastRank, train, trained
+from tests.strategies.fusion.training import FailingOnLastRank, pretend_hosts, train, trained
 from tests.tasks import Recorder
 from trainkit import Data
 from trainkit.distributed.collectives import gather
@@ -23,16 +22,11 @@ from trainkit.distributed.failure_store import FailureStore
 from trainkit.testing import rank_outcomes, run_ranks
 
 
-def pretend_hosts(ranks_of_a_host: int) -> None:
-    """Treat every few ranks as a host."""
-    reductions.host_name = lambda: f"host {dist.get_rank() // ranks_of_a_host}"
-
-
 def opened(name: str = "auto", reduce_dtype: torch.dtype | None = None):
     group = dist.group.WORLD
     store = FailureStore(group, token="test")
     collective = ProcessGroupTransport(group, failure_store=store, device=torch.device("cpu"), timeout_seconds=120)
-    return open_transport(name, collective, reduce_dtype=reduce_dtype)
+    return open_transport(collective, name=name, reduce_dtype=reduce_dtype)
 
 
 def rounded(tensor: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.Tensor:
@@ -106,7 +100,7 @@ class TransportRecorder(Recorder):
     name = ""
 
     def on_step_end(self, run):
-        self.name = type(run.strategy.reducer.transport).__name__
+        self.name = type(run.strategy.gradients.reducer.transport).__name__
 
 
 def trained_on_this_rank(name: str, bucket_cap_mb: float | None, in_backward: bool, run_dir) -> tuple[float, bool]:

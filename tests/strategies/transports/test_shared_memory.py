@@ -60,7 +60,7 @@ def resident_bytes() -> int:
 def memory_taken_by_each_bucket() -> list[float]:
     """Return by how much this rank grows when memory is allocated, and when two buckets of 16 MiB are reserved."""
     taken = []
-    transport = open_transport("shared_memory", process_group_transport())
+    transport = open_transport(process_group_transport(), name="shared_memory")
     for action in (
         lambda: transport.allocate([(4 << 20, torch.float32)] * 2),
         lambda: transport.reserve(0),
@@ -138,7 +138,7 @@ def mapped_below_dev_shm() -> set[str]:
 
 def leftovers() -> tuple[list[str], list[str], str]:
     before, files = mapped_below_dev_shm(), open_files()
-    transport = open_transport("auto", process_group_transport())
+    transport = open_transport(process_group_transport())
     flats = transport.allocate([(1000, torch.float32)])
     flats[0].fill_(1)
     transport.start(0, where="a test").wait()
@@ -171,7 +171,7 @@ def falls_back(broken_rank: int) -> tuple[str | None, str]:
     if dist.get_rank() == broken_rank:
         shared_memory.os.memfd_create = _no_memory
     reason = why_no_shared_memory(dist.group.WORLD, torch.device("cpu"))
-    return reason, open_transport("auto", process_group_transport()).name
+    return reason, open_transport(process_group_transport()).name
 
 
 def _no_memory(name: str, flags: int) -> int:

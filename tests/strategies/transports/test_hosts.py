@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.transports.host_layout import HostLayout
-from trainkit.strategies.transports.links import Link, slow_host
+from trainkit.strategies.transports.hosts import HostLayout, Link, slow_host
 
 NETWORK = Path(__file__).parents[3] / "benchmarks/network.py"
 
