@@ -190,11 +190,14 @@ class WeightAveraging(Callback):
 class EMA(WeightAveraging):
     """Evaluates with `average = decay * average + (1 - decay) * weights`, updated after every step.
 
+    The average begins as the weights after the first step that it counts, as that of torch's `AveragedModel` does.
+
     Args:
         decay: Decay per step.
         every: Steps between updates of the average; an update applies the decay of all of them.
         start: Duration after which averaging starts, such as `"1epoch"`; `None` starts with the first step.
-        warm_up: Limit the decay of update n to (1 + n) / (10 + n), so that early weights are soon forgotten.
+        warm_up: Limit the decay of update n to (1 + n) / (10 + n), so that early weights are soon forgotten. With a
+            decay of 0.999 and without it the first weights still count by 37 % after 1000 steps.
         load_average_at_end: Load the average into the task when training ends.
 
     """
@@ -205,7 +208,7 @@ class EMA(WeightAveraging):
         decay: float = 0.999,
         every: int = 1,
         start: str | Duration | None = None,
-        warm_up: bool = True,
+        warm_up: bool = False,
         load_average_at_end: bool = True,
     ) -> None:
         check_types(EMA.__init__, locals(), of="ema")

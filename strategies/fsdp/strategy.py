@@ -454,10 +454,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             optimizer.state = defaultdict(dict)  # its tensors have the shapes of shards, those of the trial do not
             for group, parameters in groups:  # the task's, to which hooks may refer
                 group["params"] = [shards.get(id(parameter), parameter) for parameter in parameters]
-            culprit = coupled_by(optimizer, of_elements=True)
-            optimizer.state = state
-            for group, parameters in groups:
-                group["params"] = parameters
+            try:
+                culprit = coupled_by(optimizer, of_elements=True)
+            finally:  # or a checkpoint of the failing run would have the trial's state
+                optimizer.state = state
+                for group, parameters in groups:
+                    group["params"] = parameters
         if culprit is not None:
             raise UserError(
                 f"{culprit} may use several elements of gradients together, and strategy=fsdp leaves each rank some of "
@@ -727,12 +729,14 @@ def _preserved(task: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     metrics = preserve_state(metrics_in(task))
-    with preserve_rng():
-        yield
-    restore(metrics)
-    for attributes, values in numbers:
-        attributes.update(values)
-    with torch.no_grad():
-        for table, name, buffer, content in buffers:
-            # The step may have written to the buffer, or have put another one in its place.
-            table[name] = buffer.copy_(content)
+    try:
+        with preserve_rng():
+            yield
+    finally:
+        restore(metrics)
+        for attributes, values in numbers:
+            attributes.update(values)
+        with torch.no_grad():
+            for table, name, buffer, content in buffers:
+                # The step may have written to the buffer, or have put another one in its place.
+                table[name] = buffer.copy_(content)

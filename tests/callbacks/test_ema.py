@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.swa import SWA
@@ -66,7 +67,7 @@ def test_evaluations_use_the_average_and_training_does_not(make_trainer: Any) ->
     trace, plain = Trace(), Trace()
     settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
 
-    make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace], **settings).fit(task(), data())
+    make_trainer(callbacks=[EMA(decay=0.9), trace], **settings).fit(task(), data())
     make_trainer(callbacks=[plain], **settings).fit(task(), data())
 
     for with_average, without in zip(trace.trained, plain.trained, strict=True):
@@ -93,18 +94,30 @@ def test_callbacks_see_the_training_weights_after_an_evaluation(make_trainer: An
 def test_the_average_is_loaded_at_the_end_unless_disabled(make_trainer: Any) -> None:
     left, not_left, trace = task(), task(), Trace()
 
-    make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(left, data())
+    make_trainer(callbacks=[EMA(decay=0.9), trace]).fit(left, data())
     make_trainer(callbacks=[EMA(decay=0.9, load_average_at_end=False)]).fit(not_left, data())
 
     assert_near(weights(left), ema_of(trace.trained, 0.9))
     assert_same_bits(not_left, trace.trained[-1])
 
 
+def test_the_average_is_that_of_torchs_averaged_model(make_trainer: Any) -> None:
+    made, trace, expected = task(), Trace(), AveragedModel(task(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    make_trainer(callbacks=[EMA(decay=0.9), trace]).fit(made, data())
+
+    present = task()
+    for trained in trace.trained:
+        present.load_state_dict(trained)
+        expected.update_parameters(present)
+    assert_near(weights(made), weights(expected.module))
+
+
 def test_early_weights_are_forgotten_while_the_average_warms_up(make_trainer: Any) -> None:
     """Updates 1, 2, 3 keep 2/11, 3/12, 4/13 of the average."""
     made, trace = task(), Trace()
 
-    make_trainer(callbacks=[EMA(decay=0.999), trace], max_duration="4step").fit(made, data())
+    make_trainer(callbacks=[EMA(decay=0.999, warm_up=True), trace], max_duration="4step").fit(made, data())
 
     average = dict(trace.trained[0])
     for update, present in enumerate(trace.trained[1:], start=1):
@@ -116,7 +129,7 @@ def test_early_weights_are_forgotten_while_the_average_warms_up(make_trainer: An
 def test_every_and_start_determine_the_updates(make_trainer: Any) -> None:
     """Steps 4, 6, 8 and 10, each update with the decay of two steps."""
     made, trace = task(), Trace()
-    ema = EMA(decay=0.9, every=2, start="3step", warm_up=False)
+    ema = EMA(decay=0.9, every=2, start="3step")
 
     make_trainer(callbacks=[ema, trace], max_duration="10step").fit(made, data())
 
@@ -205,7 +218,7 @@ class Normalised(Regression):
 def test_buffers_are_averaged_and_counters_are_copied(make_trainer: Any) -> None:
     made, trace = Normalised(), Trace()
 
-    make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace]).fit(made, data())
+    make_trainer(callbacks=[EMA(decay=0.9), trace]).fit(made, data())
 
     assert int(made.norm.num_batches_tracked) == 5
     statistics = [{"mean": step["norm.running_mean"]} for step in trace.trained]
@@ -254,7 +267,7 @@ def average_on_each_rank() -> tuple[dict[str, Tensor], dict[str, float], list[di
         "loggers": [],
         "run_dir": "ranks",
     }
-    callbacks = [EMA(decay=0.9, warm_up=False), trace]
+    callbacks = [EMA(decay=0.9), trace]
     result = Trainer(DDPStrategy(device="cpu"), callbacks=callbacks, **settings).fit(made, data())
     return weights(made), result.metrics, trace.evaluated
 
@@ -267,7 +280,7 @@ def test_both_ranks_of_ddp_have_the_average_of_one_device(
     (first, metrics, evaluated), (second, _, _) = run_ranks(average_on_each_rank, 2)
     trace, alone = Trace(), task()
     settings = {"max_duration": "2epoch", "evaluate_every": "3step"}
-    result = make_trainer(callbacks=[EMA(decay=0.9, warm_up=False), trace], **settings).fit(alone, data())
+    result = make_trainer(callbacks=[EMA(decay=0.9), trace], **settings).fit(alone, data())
 
     assert_same_bits(first, second)
     assert_near(first, weights(alone))

@@ -17,7 +17,7 @@ def data() -> Data:
 
 def test_predictions_use_the_evaluated_weights(make_trainer: Any, media_logger: Any, tmp_path: Path) -> None:
     task = Regression()
-    callbacks = [EMA(decay=0.9, warm_up=False), SampleWriter(num_samples=3)]
+    callbacks = [EMA(decay=0.9), SampleWriter(num_samples=3)]
     trainer = make_trainer(callbacks=callbacks, loggers=[media_logger], run_dir=tmp_path / "run")
 
     trainer.fit(task, data())

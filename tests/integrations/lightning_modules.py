@@ -12,6 +12,7 @@ from lightning.pytorch.demos.transformer import LightningTransformer
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -229,6 +230,42 @@ class Noting(Classifier):
 
     def teardown(self, stage):
         self.calls.append(("teardown", stage))
+
+
+class KeepsItsBest(pl.LightningModule):
+    """Logs metric objects, and keeps the best accuracy in one that the hook after a validation alone updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.train_loss, self.val_loss, self.val_accuracy = MeanMetric(), MeanMetric(), MulticlassAccuracy(2)
+        self.best, self.highest, self.counted = MaxMetric(), MaxMetric(), SumMetric()
+        self.next_value = 3.0
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.train_loss(loss)
+        self.log("train/loss", self.train_loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.val_loss(nn.functional.cross_entropy(logits, batch[1]))
+        self.val_accuracy(logits, batch[1])
+        self.log("val/loss", self.val_loss, on_epoch=True)
+        self.log("val/accuracy", self.val_accuracy, on_epoch=True)
+
+    def on_validation_epoch_end(self):
+        self.best(self.val_accuracy.compute())
+        self.highest(self.next_value)
+        self.counted(1.0)
+        self.next_value -= 1.0
+        self.log("val/best", self.best.compute())
+        self.log("val/highest", self.highest.compute())
+        self.log("val/counted", self.counted.compute())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 for _hook in CALLED_HOOKS:

@@ -124,6 +124,47 @@ def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strateg
         assert result.metrics[name] == pytest.approx(expected.metrics[name], abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(SingleStrategy(), id="single"),
+        pytest.param(DataParallelStrategy(devices=["cpu", "cpu"]), id="dp"),
+        pytest.param(DDPStrategy(devices=2), id="ddp", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_metric_objects_that_hooks_update_keep_their_states_from_evaluation_to_evaluation(modules, strategy, tmp_path):
+    import lightning.pytorch as pl
+
+    samples = modules.samples()
+    expected = fit_by_lightning(
+        seeded(modules.KeepsItsBest),
+        pl.LightningDataModule.from_datasets(samples, samples, batch_size=8),
+        tmp_path=tmp_path / "lightning",
+        epochs=3,
+    )
+    task = LightningTask(seeded(modules.KeepsItsBest))
+    data = Data(train=samples, validation=samples, batch_size=8, shuffle=False)
+    metrics = fit(task, data, tmp_path=tmp_path / "run", strategy=strategy, epochs=3).metrics
+    assert metrics["validation/highest"] == expected["val/highest"] == 3
+    assert metrics["validation/counted"] == expected["val/counted"] == 4  # and after the sanity batches
+    assert metrics["validation/best"] == pytest.approx(max(metrics["validation/accuracy"], metrics["validation/best"]))
+    assert [name for name in metrics if name.startswith("train/")] == ["train/loss", "train/epoch"]
+
+
+def test_a_metric_object_that_steps_and_hooks_update_is_refused(modules, tmp_path):
+    class Mixed(modules.KeepsItsBest):
+        def on_validation_epoch_end(self):
+            self.val_accuracy(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))
+
+    with pytest.raises(UserError, match="val_accuracy is updated in steps and in a hook at the end of an epoch"):
+        fit(
+            LightningTask(Mixed()),
+            Data(train=modules.samples(), validation=modules.samples(), batch_size=8),
+            tmp_path=tmp_path,
+        )
+
+
 def test_an_unknown_trainer_attribute_is_rejected_with_the_known_ones(modules):
     task = LightningTask(modules.classifier())
     with pytest.raises(UserError, match="estimated_stepping_batches"):

@@ -187,14 +187,28 @@ def test_a_result_that_is_not_a_number_is_refused_with_its_shape(make_trainer):
         make_trainer().validate(Counting(Matrix), Data(validation=numbered(5), batch_size=4))
 
 
-@pytest.mark.parametrize("name", ["loss", "weight"])
-def test_a_metric_object_cannot_be_the_loss_or_the_weight(make_trainer, name):
+def test_a_metric_object_cannot_be_the_weight(make_trainer):
     class Wrong(Counting):
         def validation_step(self, batch):
-            return {"loss": batch[0].sum(), name: self.count}
+            return {"loss": batch[0].sum(), "weight": self.count}
 
-    with pytest.raises(UserError, match=f"returned '{name}' = a value of type Scalar"):
+    with pytest.raises(UserError, match="returned 'weight' = a value of type Scalar"):
         make_trainer().validate(Wrong(), Data(validation=numbered(5), batch_size=4))
+
+
+def test_a_metric_object_is_the_loss_of_an_evaluation_and_not_of_training(make_trainer):
+    class Named(Counting):
+        def training_step(self, batch):
+            return {"loss": self.count}
+
+        def validation_step(self, batch):
+            return {"loss": super().validation_step(batch)["count"]}
+
+    data = Data(train=numbered(5), validation=numbered(5), batch_size=4)
+    counted = make_trainer().validate(Counting(), data)["validation/count"]
+    assert make_trainer().validate(Named(), data) == {"validation/loss": counted}
+    with pytest.raises(UserError, match="without a loss"):
+        make_trainer().fit(Named(), data)
 
 
 def test_of_processes_that_share_samples_one_counts():

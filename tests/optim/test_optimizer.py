@@ -194,6 +194,16 @@ def test_a_task_without_parameters_is_rejected_with_the_remedy(make_trainer):
         make_trainer().fit(Empty(), DATA)
 
 
+def test_a_parameter_without_a_shape_is_rejected_with_the_remedy(make_trainer):
+    class Lazy(Regression):
+        def __init__(self):
+            super().__init__()
+            self.extra = nn.LazyLinear(1)
+
+    with pytest.raises(UserError, match=r"extra\.weight of Lazy has no shape .* at the end of __init__"):
+        make_trainer().fit(Lazy(), DATA)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

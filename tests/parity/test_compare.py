@@ -503,6 +503,59 @@ def test_assert_resume_exact_finds_state_that_is_not_saved():
         assert_resume_exact(Hidden(lr=1e-3), perceptron_data())
 
 
+class WithExtraState(Perceptron):
+    """Counts its steps in an extra state, and learns from it."""
+
+    restores = True
+
+    def __init__(self):
+        super().__init__(lr=1e-3)
+        self.steps = {"taken": 0, "shown": torch.zeros(2)}
+
+    def get_extra_state(self):
+        return self.steps
+
+    def set_extra_state(self, state):
+        if self.restores:
+            self.steps = state
+
+    def training_step(self, batch):
+        self.steps = {"taken": self.steps["taken"] + 1, "shown": self.steps["shown"] + 1}
+        return super().training_step(batch)["loss"]
+
+
+def test_an_extra_state_is_compared_after_a_resume():
+    assert_resume_exact(WithExtraState(), perceptron_data())
+
+    class Forgets(WithExtraState):
+        restores = False
+
+    with pytest.raises(AssertionError, match=r"_extra_state differs \(3 in place of 6\)"):
+        assert_resume_exact(Forgets(), perceptron_data())
+
+
+def test_tasks_with_an_extra_state_are_compared_between_strategies():
+    assert compare_strategies(WithExtraState(), perceptron_data(), ["ddp"], steps=3).is_equal
+
+
+def test_assert_resume_exact_evaluates_where_it_is_asked_to():
+    class Learns(Perceptron):
+        evaluations = 0.0  # of this object, and a sanity batch of a resumed run is none
+
+        def validation_step(self, batch):
+            self.evaluations += 1
+            return super().validation_step(batch)
+
+        def training_step(self, batch):
+            return super().training_step(batch)["loss"] * (1 + self.evaluations)
+
+    data = perceptron_data()
+    data = Data(train=data.dataset("train"), validation=data.dataset("train"), batch_size=8)
+    assert_resume_exact(Learns(), data)
+    with pytest.raises(AssertionError, match="stopped after 3"):
+        assert_resume_exact(Learns(), data, trainer={"evaluate_every": "2step"})
+
+
 # ---- All strategies, tasks and layouts at once
 
 

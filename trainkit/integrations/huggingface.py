@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -61,7 +62,7 @@ class HuggingFaceTask(TaskModule):
         weight_decay: Of AdamW, for what transformers' Trainer decays: all but `LayerNorm` modules and parameters with
             `bias` or a norm in their names.
         schedule: How the learning rate goes on: `constant`, `linear` or `cosine`, both down to 0.
-        warmup: Part of all steps over which the learning rate rises.
+        warmup: Part of all steps over which the learning rate rises from 0, as `warmup_ratio` of transformers' Trainer.
         lora: LoRA adapters (Hu et al., 2021, by the peft package), which alone are trained: `rank`, `alpha` (16; their
             output is scaled by `alpha / rank`), `targets` (names of layers, or `all-linear`, which is every linear
             layer except the last), `dropout` (0) and `modules_to_save` (names of modules that are trained as a whole;
@@ -181,21 +182,21 @@ class HuggingFaceTask(TaskModule):
 # A class and not a closure: torch saves the attributes of a callable object with its schedule, and a resume compares
 # them.
 class LearningRateCurve:
-    """The factor of the learning rate at each step: a rise, then what the schedule says."""
+    """The factor of the learning rate at each step, as in transformers: a rise from 0, then what the schedule says."""
 
     def __init__(self, schedule: str, warmup: float, total_steps: int) -> None:
         self._schedule = schedule
-        self._warmup_steps = round(warmup * total_steps)
+        self._warmup_steps = math.ceil(warmup * total_steps)
         self._total_steps = total_steps
 
     def __call__(self, step: int) -> float:
         """Return the factor of `step`, counted from 0."""
         if step < self._warmup_steps:
-            return (step + 1) / self._warmup_steps
+            return step / self._warmup_steps
         done = min(1.0, (step - self._warmup_steps) / max(1, self._total_steps - self._warmup_steps))
         if self._schedule == "linear":
             return 1.0 - done
-        return 1.0 if self._schedule == "constant" else 0.5 * (1.0 + float(torch.cos(torch.tensor(done * torch.pi))))
+        return 1.0 if self._schedule == "constant" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def _lora_settings(lora: Mapping[str, Any] | None) -> dict[str, Any]:

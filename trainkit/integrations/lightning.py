@@ -33,6 +33,7 @@ from trainkit.integrations.lightning_hooks import (
 )
 from trainkit.integrations.lightning_manual import ManualOptimization, check_manual
 from trainkit.metrics.step_output import read_evaluation_output
+from trainkit.metrics.sync import is_metric
 from trainkit.optim.lr_schedule import LRSchedule
 from trainkit.optim.phase import Phase
 from trainkit.task import OptimizerSpec, StepReturn, TaskModule
@@ -247,7 +248,7 @@ class LightningTask(TaskModule):
         metrics = without_stage(logged)
         if isinstance(loss, Tensor):
             metrics.setdefault("loss", loss)
-        elif "loss" in metrics:
+        elif "loss" in metrics and not is_metric(metrics["loss"]):
             # A loss that was only logged may have a graph, and nothing would free it.
             metrics["loss"] = torch.as_tensor(metrics["loss"]).detach()
         return metrics
@@ -289,11 +290,14 @@ def _outputs(returned: Any) -> Any:
 
 
 def _without_loss(logged: Mapping[str, Any], loss: Any) -> dict[str, Any]:
-    """Return the logged values but the loss itself; raises UserError if another value is called so."""
+    """Return the logged values but the loss itself; raises UserError if another value is called so.
+
+    A metric object under the name of the loss is its mean, which is logged for every loss.
+    """
     others = {
         name: value
         for name, value in logged.items()
-        if set(without_stage({name: None})) != {"loss"} or not _is_same(value, loss)
+        if set(without_stage({name: None})) != {"loss"} or not (_is_same(value, loss) or is_metric(value))
     }
     if "loss" in others:
         raise UserError(

@@ -144,6 +144,7 @@ class LightningHooks(Callback):
         self.last_batch: tuple[Any, Any] | None = None
         """What the last training step returned, and its batch, if a hook asks for them."""
         self._fit_has_started = False
+        self._metrics = HookMetrics()
 
     def on_fit_start(self, run: Run) -> None:
         self.run = run
@@ -190,7 +191,7 @@ class LightningHooks(Callback):
         if not overrides(self._module, "on_train_epoch_end"):
             # Every rank has the same class, so that all of them enter the collective below or none.
             return
-        with synced_metrics(run.task, run.strategy, keep_resets=True), capture_logged() as logged:
+        with self._metrics.synced(run.task, run.strategy, keep_resets=True), capture_logged() as logged:
             self._module.on_train_epoch_end()
             local_numbers = numbers_of(logged)
         values: dict[str, list[float]] = {}
@@ -207,6 +208,7 @@ class LightningHooks(Callback):
             self._start_fit(run)
         self._proxy.sanity_checking = stage == "sanity"
         self._proxy.batch, self._proxy.loader = -1, 0
+        self._metrics.begin_evaluation(run.task)
         with evaluation_mode(run.task), torch.no_grad():  # as in Lightning
             # Within a fit the module is set up already: with optimizers the evaluation is a part of one.
             if not run.phase_optimizers and MOMENTS[stage] not in self._proxy.set_up:
@@ -219,11 +221,12 @@ class LightningHooks(Callback):
         hook = f"on_{_EVALUATIONS[stage]}_epoch_end"
         # Collective, and the same on all ranks, which have the same class.
         if overrides(self._module, hook):
-            with synced_metrics(run.task, run.strategy, keep_resets=False), capture_logged() as logged:
+            with self._metrics.synced(run.task, run.strategy, keep_resets=False), capture_logged() as logged:
                 getattr(self._module, hook)()
                 metrics.update(numbers_of(logged))
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
+        self._metrics.end_evaluation()
         with evaluation_mode(run.task), torch.no_grad():  # as in Lightning
             if stage == "predict":
                 self._module.on_predict_epoch_end()
@@ -363,46 +366,99 @@ def numbers_of(logged: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-@contextmanager
-def synced_metrics(task: TaskModule, strategy: Strategy, *, keep_resets: bool) -> Iterator[None]:
-    """Give a task's metric objects the merged states of all ranks in this context; collective.
+class HookMetrics:
+    """The metric objects of a module while its hooks at the end of an epoch run.
 
-    Afterwards they hold what this rank has counted, or nothing if they were reset meanwhile and `keep_resets`.
+    Objects that steps update have the merged states of all ranks there. Those that hooks alone update, such as a
+    MaxMetric of the best accuracy, are the same on every rank: they are not merged, and keep their states from one
+    evaluation to the next.
     """
-    task_holders = metrics_in(task)
-    if not task_holders:
-        yield
-        return
-    holders = metric_modules(strategy, task)  # of the task, then those of each replica of it
-    replicas = [holders[start : start + len(task_holders)] for start in range(0, len(holders), len(task_holders))]
-    local_states = [(sum(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
-    of_ranks: dict[int, Any] = {}
-    for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, local_states)):
-        # Of several processes that share a rank's samples, it may be one alone that counts.
-        of_ranks[rank] = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(count for count, _ in parts))
-    # Saved before the merge, which writes the states of all ranks into these objects.
-    saved_states = preserve_state(task_holders)
-    merge_metric_states(
-        task_holders, [MetricShard(states, 1) for counted in of_ranks.values() for _, states in counted]
-    )
-    # Private: torchmetrics warns in compute() by this count, and has no public one.
-    counting: list[Any] = [holder for holder in task_holders if hasattr(holder, "_update_count")]
-    for holder in counting:
-        holder._update_count = max(1, holder._update_count)  # or computing warns where this rank had no sample
-    merged = [
-        {name: getattr(holder, name) for name in states}
-        for holder, (_, states) in zip(task_holders, saved_states, strict=True)
-    ]
-    try:
-        # Merged already: a metric of torchmetrics would add up the ranks once more in its `compute`.
-        with no_sync_metrics(task_holders):
+
+    def __init__(self) -> None:
+        # By the index of the object in `metrics_in`: torchmetrics computes hashes from states.
+        self._fed: dict[int, int] = {}  # by hooks: the number of updates after the last hook
+        self._before: list[_SavedState] = []  # the evaluation that runs
+        self._kept: dict[int, _SavedState] = {}
+
+    def begin_evaluation(self, task: TaskModule) -> None:
+        """Save the states that the objects have before an evaluation, which resets all of them."""
+        self._before, self._kept = preserve_state(metrics_in(task)), {}
+
+    def end_evaluation(self) -> None:
+        """Give the objects that hooks updated the states from there, in place of those from before the evaluation."""
+        restore(list(self._kept.values()))
+        self._before, self._kept = [], {}
+
+    @contextmanager
+    def synced(self, task: TaskModule, strategy: Strategy, *, keep_resets: bool) -> Iterator[None]:
+        """Give the objects that steps updated the merged states of all ranks in this context; collective.
+
+        Afterwards they hold what this rank has counted, or nothing if they were reset meanwhile and `keep_resets`.
+        Raises UserError for an object that both steps and hooks update.
+        """
+        task_holders = metrics_in(task)
+        if not task_holders:
             yield
-    finally:
-        for holder, states, saved, *copies in zip(task_holders, merged, saved_states, *replicas[1:], strict=True):
-            if keep_resets and _was_reset(holder, states):
-                reset_all(copies)
-            else:
-                restore([saved])
+            return
+        holders = metric_modules(strategy, task)  # of the task, then those of each replica of it
+        replicas = [holders[start : start + len(task_holders)] for start in range(0, len(holders), len(task_holders))]
+        local_states = [(list(map(_updates, replica)), states_on_host(replica)) for replica in replicas]
+        of_ranks: dict[int, Any] = {}
+        for rank, counted in strategy.comm.all_gather_object((strategy.comm.rank, local_states)):
+            # Of several processes that share a rank's samples, it may be one alone that counts.
+            most = max(of_ranks.get(rank, counted), counted, key=lambda parts: sum(sum(counts) for counts, _ in parts))
+            of_ranks[rank] = most
+        shards = [part for counted in of_ranks.values() for part in counted]
+        # Over all ranks, so that they agree; `_fed` is the same on each, as hooks run on all of them.
+        num_updates = [max(counts) for counts in zip(*(counts for counts, _ in shards), strict=True)]
+        is_of_hooks = [
+            count == 0 or (not self._before and self._fed.get(index) == count)
+            for index, count in enumerate(num_updates)
+        ]
+        restore([self._before[index] for index in self._fed if self._before and is_of_hooks[index]])
+        # Saved before the merge, which writes the states of all ranks into these objects.
+        saved_states = preserve_state(task_holders)
+        of_steps = [index for index, of_hooks in enumerate(is_of_hooks) if not of_hooks]
+        merge_metric_states(
+            [task_holders[index] for index in of_steps],
+            [MetricShard([states[index] for index in of_steps], 1) for _, states in shards],
+        )
+        # Private: torchmetrics warns in compute() by this count, and has no public one.
+        counting: list[Any] = [task_holders[index] for index in of_steps]
+        for holder in counting:
+            if hasattr(holder, "_update_count"):
+                holder._update_count = max(1, holder._update_count)  # a rank may have had no sample
+        updates_before = list(map(_updates, task_holders))
+        merged = [{name: getattr(holder, name) for name in states} for holder, states in saved_states]
+        try:
+            # Merged already: a metric of torchmetrics would add up the ranks once more in its `compute`.
+            with no_sync_metrics(task_holders):
+                yield
+            for index, (holder, count) in enumerate(zip(task_holders, updates_before, strict=True)):
+                saved_count = self._before[index][1].get("_update_count", 1) if self._before else 0
+                counts_in_training = saved_count if index not in self._fed else 0
+                if _updates(holder) > count and (counts_in_training or not is_of_hooks[index]):
+                    name = next(name for name, module in task.named_modules() if module is holder)
+                    raise UserError(
+                        f"{name.removeprefix('module.')} is updated in steps and in a hook at the end of an epoch, "
+                        "where every rank would count the same once more. Use two metric objects."
+                    )
+        finally:
+            rows = zip(task_holders, updates_before, merged, saved_states, *replicas[1:], strict=True)
+            for index, (holder, count, states, saved, *copies) in enumerate(rows):
+                if is_of_hooks[index] and (index in self._fed or _updates(holder) != count):
+                    self._fed[index] = _updates(holder)
+                    if self._before:
+                        # The hook of the next dataset of this evaluation goes on from there.
+                        (self._kept[index],) = (self._before[index],) = preserve_state([holder])
+                elif keep_resets and _was_reset(holder, states):
+                    reset_all(copies)
+                else:
+                    restore([saved])
+
+
+_SavedState = tuple[nn.Module, dict[str, Any]]
+"""An object and its states, as `preserve_state` returns them."""
 
 
 def _updates(holder: nn.Module) -> int:

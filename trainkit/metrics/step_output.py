@@ -107,7 +107,7 @@ def _read_output(returned: Any, num_samples: int, task: object, step_name: str) 
     objects: list[MetricUpdate] = []
     for name, value in returned.items():
         if not isinstance(value, (Tensor, int, float)):
-            if not is_metric(value) or name in ("loss", "weight"):
+            if not is_metric(value) or name == "weight":
                 raise UserError(
                     f"{_name(task)}.{step_name} returned {name!r} = {_kind(value)}; metrics are numbers or scalar "
                     "tensors, or metric objects: a trainkit.Metric, or one of torchmetrics."

@@ -13,6 +13,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from trainkit.parity.trials import (
 from trainkit.rng import preserve_rng
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
+from trainkit.tree import tree_leaves, tree_map
 
 DEFAULT_STRATEGIES = ("single", "dp", "ddp")
 TOLERANCES = {"fp64": 1e-11, "fp32": 1e-5, "bf16-mixed": 2e-2, "fp16-mixed": 5e-3, "bf16-true": 1e-1}
@@ -50,6 +52,7 @@ _NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more
 _SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
 _WARM_UP_STEPS = 2  # not counted in the time of a step
 _MAX_NAMES = 4  # of modules in a note
+_EVALUATION_SETTINGS = ("evaluate_every", "num_sanity_batches")  # of the Trainer
 
 Make = Callable[[], Any]
 
@@ -191,7 +194,11 @@ def assert_resume_exact(
     device: str = "cpu",
     trainer: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise AssertionError unless a run that is stopped and resumed has the weights of one that was not, to the bit."""
+    """Raise AssertionError unless a run that is stopped and resumed has the state of one that was not, to the bit.
+
+    Compared are parameters, buffers and extra states. `trainer` holds settings of the Trainer; with `evaluate_every`
+    the runs are evaluated too.
+    """
     if not 0 < stop_after < steps:
         raise UserError(f"stop_after={stop_after} must lie between 0 and steps={steps}.")
     with tempfile.TemporaryDirectory(prefix="trainkit-resume-") as folder, preserve_rng():
@@ -201,15 +208,16 @@ def assert_resume_exact(
         def fresh() -> Strategy:
             return make_strategy(copy.deepcopy(strategy), devices, device)
 
-        uninterrupted = runs.fit("uninterrupted", fresh(), callbacks=[])
+        evaluations = {key: value for key, value in dict(trainer or {}).items() if key in _EVALUATION_SETTINGS}
+        fit = partial(runs.fit, **evaluations)
+        uninterrupted = fit("uninterrupted", fresh(), callbacks=[])
         # Both in one folder, from which the second run takes the checkpoint.
-        runs.fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)])
-        resumed = runs.fit("resumed", fresh(), callbacks=[], resume=True)
+        fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)])
+        resumed = fit("resumed", fresh(), callbacks=[], resume=True)
     for name, expected in uninterrupted.items():
-        if not torch.equal(resumed[name], expected):
-            largest = distance(resumed[name], expected)
+        if difference := _apart(resumed[name], expected):
             raise AssertionError(
-                f"{name} differs by {largest:.3g} between a run of {steps} steps and one that was stopped after "
+                f"{name} differs {difference} between a run of {steps} steps and one that was stopped after "
                 f"{stop_after} and resumed. Random numbers or state outside of parameters, buffers and torch's, "
                 "numpy's and python's generators are not in a checkpoint."
             )
@@ -343,6 +351,21 @@ def _numbers(actual: float, expected: float, *, scale: float, step: int, phase: 
     if actual == expected or (math.isnan(actual) and math.isnan(expected)):  # also if neither logged it
         return Difference(0.0, step)
     return Difference(_relative(abs(actual - expected), scale), step, phase)
+
+
+def _apart(actual: Any, expected: Any) -> str:
+    """Return how far two states of a module are apart; nothing if they are equal to the bit."""
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):  # an extra state
+        forms = [tree_map(lambda _: None, state) for state in (actual, expected)]
+        leaves = [list(tree_leaves(state)) for state in (actual, expected)]
+        if forms[0] != forms[1]:
+            return f"in form ({actual!r} in place of {expected!r})"
+        if leaves == [[actual], [expected]]:
+            return "" if bool(actual == expected) else f"({actual!r} in place of {expected!r})"
+        return next(filter(None, map(_apart, *leaves)), "")
+    if actual.shape != expected.shape:
+        return f"in shape ({tuple(actual.shape)} in place of {tuple(expected.shape)})"
+    return "" if torch.equal(actual, expected) else f"by {distance(actual, expected):.3g}"
 
 
 def _relative(difference: float, scale: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -24,6 +25,7 @@ from trainkit.run import Run
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.trainer import Trainer
+from trainkit.tree import map_tensors
 
 REFERENCE = "single"
 
@@ -70,7 +72,7 @@ class ParityRuns:
         self._settings = settings
         self.steps = steps
         # Copies: a function may return the same task each time, which the first run then trains.
-        self._start = {name: tensor.clone() for name, tensor in self._make_task().state_dict().items()}
+        self._start = copy.deepcopy(self._make_task().state_dict())  # with extra states of modules, which are objects
 
     @property
     def precision(self) -> str:
@@ -111,13 +113,13 @@ class ParityRuns:
 
     def fit(
         self, name: str, strategy: Strategy, *, callbacks: list[Callback], resume: bool = False, **more: Any
-    ) -> dict[str, Tensor]:
-        """Train and return the weights."""
+    ) -> dict[str, Any]:
+        """Train and return the task's state, tensors in host memory; `more` replaces settings of all runs."""
         run_dir = self._folder / f"run of {name}"
-        # The number of steps alone ends the run, and only training is compared.
-        settings = {**self._settings, **more, "max_duration": f"{self.steps}step", "evaluate_every": None}
+        # The number of steps alone ends the run.
+        settings = self._settings | {"evaluate_every": None, "num_sanity_batches": 0} | more
         settings |= {
-            "num_sanity_batches": 0,
+            "max_duration": f"{self.steps}step",
             "callbacks": callbacks,
             "loggers": [],
             "report": False,
@@ -128,7 +130,7 @@ class ParityRuns:
         data: Any = self._data() if inspect.isroutine(self._data) or inspect.isclass(self._data) else self._data
         trainer = Trainer(strategy, **settings)
         trainer.fit(task, data, resume=run_dir if resume else None)
-        return {key: tensor.detach().cpu() for key, tensor in task.state_dict().items()}
+        return {key: map_tensors(value, _on_host) for key, value in task.state_dict().items()}
 
     def _make_task(self) -> TaskModule:
         # A constructor that draws weights must draw the same ones for every strategy.
@@ -174,7 +176,7 @@ class _StepRecorder(Callback):
         weights = run.strategy.state_dict(run.task)  # collective
         if run.is_main:
             record = {
-                "weights": {name: tensor.detach().cpu() for name, tensor in weights.items()},
+                "weights": {name: _on_host(value) for name, value in weights.items() if isinstance(value, Tensor)},
                 "losses": self._logged(run, "loss"),
                 "norms": self._logged(run, "grad_norm"),
                 "seconds": seconds,
@@ -199,6 +201,10 @@ class StopAfterStep(Callback):
         if run.state.step == self.step:
             run.checkpointer.save(reason="assert_resume_exact")
             run.request_stop("assert_resume_exact")
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()
 
 
 def strategy_name(item: StrategyChoice) -> str:
