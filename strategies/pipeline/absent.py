@@ -13,7 +13,7 @@ from torch import Tensor
 from trainkit.errors import UserError
 from trainkit.tree import tensors_in
 
-from .stage_executor import FREEZING, METADATA, function_name
+from .interceptor import FREEZING, METADATA, function_name
 
 _WITHOUT_VALUES = (
     METADATA

@@ -16,11 +16,9 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import named_state
 
 from .graph import TracedGraph, num_bytes, tensors
-from .optimizer_shards import owners_of
 from .partition import Partition
-from .runtime import AHEAD
-from .schedules import BACKWARD, FORWARD, Action, Schedule
-from .stage import place_parameters, stage_graphs
+from .schedules import AHEAD, BACKWARD, FORWARD, Action, Schedule
+from .stage import owners_of, place_parameters, stage_graphs
 
 ASSUMED_STATES = 2
 """State tensors per parameter of an optimizer that is neither torch's nor trainkit's and has no state yet."""

@@ -13,6 +13,7 @@ from trainkit.errors import UserError
 from trainkit.optim.optimizer import PhaseOptimizer
 
 from .mesh import PipelineMesh
+from .stage import owners_of
 
 T = TypeVar("T")
 
@@ -68,13 +69,3 @@ class OptimizerShards:
 
     def _group_rank(self, replica: int) -> int:
         return dist.get_group_rank(self.mesh.replica_group, self.mesh.grid[replica][self.mesh.stage])
-
-
-def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """Return the replica of each name: the largest come first, to the replica that has least."""
-    # Names decide between equal sizes: each replica, and the planner, computes this alone, and all must agree.
-    owners, filled = {}, [0] * replicas
-    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
-        owners[name] = filled.index(min(filled))
-        filled[owners[name]] += size
-    return owners

@@ -12,10 +12,10 @@ from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
 from .graph import TracedGraph
 from .memory import RankMemory
-from .mesh import HostTraffic
 from .partition import Partition
 from .schedules import FORWARD, Span, idle_share
 from .stage import stage_graphs
+from .traffic import HostTraffic
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from trainkit.strategy import named_state
 from trainkit.tree import to_device
 
 from .graph import NOMINAL, Call, Node, Rates, Step, TracedGraph, estimated_seconds, tensors
-from .stage_executor import ModuleInterceptor, TracingMode
+from .interceptor import ModuleInterceptor, TracingMode
 from .tracer import copy_batch, preserve_state
 
 BACKWARD_PER_FORWARD = 2.0

@@ -20,12 +20,10 @@ from trainkit.tree import map_tensors, tensors_in
 from .communication import DeviceChannel, Lane, OutputBroadcast, PendingReceive, StageChannel
 from .graph import Signature, Step, signature
 from .mesh import PipelineErrors, PipelineMesh
-from .schedules import BACKWARD, FORWARD, Action, Span
+from .schedules import AHEAD, BACKWARD, FORWARD, Action, Span
 from .stage import StageGraph, Transfer
 from .stage_executor import Shapes, StageExecutor, TraceMismatchError
 
-AHEAD = 2
-"""Number of actions for which receives are posted in advance, so that messages arrive during computation."""
 FIRST_TAG = 1 << 8
 """Lower tags are reserved for other uses of the group."""
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 FORWARD = "F"
 BACKWARD = "B"
+AHEAD = 2
+"""Number of actions for which receives are posted in advance, so that messages arrive during computation."""
 
 
 @dataclass(frozen=True, slots=True)

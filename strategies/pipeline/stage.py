@@ -194,6 +194,16 @@ def owners(steps: Sequence[tuple[TracedGraph, Partition]]) -> dict[str, int]:
     return last_writers
 
 
+def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """Return the replica of each name: the largest come first, to the replica that has least."""
+    # Names decide between equal sizes: each replica, and the planner, computes this alone, and all must agree.
+    owners, filled = {}, [0] * replicas
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owners[name] = filled.index(min(filled))
+        filled[owners[name]] += size
+    return owners
+
+
 def keep_local_parameters(task: nn.Module, placement: Placement, *, rank: int, device: torch.device) -> None:
     """Move the parameters and buffers of `rank` to `device`, and reduce the others to one element in memory.
 

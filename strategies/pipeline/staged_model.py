@@ -21,16 +21,25 @@ from trainkit.tree import tensors_in, to_device
 from .attributes import StageAttributes
 from .graph import Signature, Step, TracedGraph, num_bytes, signature
 from .memory import RankMemory, TrainingMemory, rank_memories
-from .mesh import HostTraffic, PipelineMesh, Placing, StepMessages, traffic_of
-from .optimizer_shards import owners_of
+from .mesh import PipelineMesh
 from .partition import MemoryCosts, SharedParameters
 from .plan_report import PlanReport
 from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
 from .profile import rates_of
 from .schedules import Schedule
-from .stage import Placement, has_meta, owners, place_parameters, stage_bounds, stage_graphs, transferred_bytes
+from .stage import (
+    Placement,
+    has_meta,
+    owners,
+    owners_of,
+    place_parameters,
+    stage_bounds,
+    stage_graphs,
+    transferred_bytes,
+)
 from .stage_executor import StageExecutor
 from .tracer import trace
+from .traffic import HostTraffic, Placing, StepMessages, traffic_of
 from .verification import FirstStepCheck
 
 logger = logging.getLogger(__name__)
@@ -114,7 +123,7 @@ class StagedModel:
             messages = self._messages(task, training, mesh, memory, broadcast_buffers=broadcast_buffers)
             others: tuple[Placing, ...] = ("cluster", "spread")
             placements = sorted(others, key=lambda placement: placement != mesh.placed)
-            traffic = [traffic_of(mesh, placement, messages) for placement in placements]
+            traffic = [traffic_of(mesh.hosts, placement, messages, stages=mesh.stages, replicas=mesh.replicas) for placement in placements]
         return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble, memory=memory, traffic=traffic)
 
     def _messages(

@@ -55,7 +55,7 @@ from .graph import (
     tensors,
 )
 from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
-from .stage_executor import ModuleInterceptor, TracingMode, function_name, without_hooks
+from .interceptor import ModuleInterceptor, TracingMode, function_name, without_hooks
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Calls without a tensor as result that are made once, in the stage they belong to."""
