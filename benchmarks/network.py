@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.schedules import idle_share
+from trainkit.strategies.pipeline.plan.schedules import idle_share
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from trainkit.strategies.pipeline.partition import StageCosts
-from trainkit.strategies.pipeline.plan_report import PlanReport
-from trainkit.strategies.pipeline.planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps
-from trainkit.strategies.pipeline.schedules import Schedule, Span, idle_share
+from trainkit.strategies.pipeline.plan.partition import StageCosts
+from trainkit.strategies.pipeline.plan.plan_report import PlanReport
+from trainkit.strategies.pipeline.plan.planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps
+from trainkit.strategies.pipeline.plan.schedules import Schedule, Span, idle_share
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from trainkit.data.batch import MicroBatch, StepBatch

@@ -37,23 +37,23 @@ from trainkit.tree import map_tensors, to_device
 
 from ..merged_buffers import MergedBuffers
 from ..multiprocess import MultiProcessStrategy, RankSettings
-from .communication import lane_backend
-from .gradients import StageGradients
-from .graph import Step
-from .memory import TrainingMemory
-from .mesh import PipelineCollectives, PipelineErrors, PipelineMesh, Placing
-from .optimizer_shards import OptimizerShards
-from .partition import SharedParameters
-from .plan_report import PlanReport, draw_stages, write_plan, write_timeline
-from .planner import TrainingStep
-from .runtime import PipelineRuntime, ReadLoss, lanes_of
-from .schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS, Schedule, most_in_flight
-from .stage import Placement
-from .stage_executor import StageExecutor, in_precision
-from .staged_model import StagedModel, check_name, step_key
-from .state import PipelineState
-from .tracer import copy_batch
-from .verification import Verification, fits_in_memory
+from .plan.memory import TrainingMemory
+from .plan.partition import SharedParameters
+from .plan.plan_report import PlanReport, draw_stages, write_plan, write_timeline
+from .plan.planner import TrainingStep
+from .plan.schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS, Schedule, most_in_flight
+from .plan.stage import Placement
+from .run.communication import lane_backend
+from .run.gradients import StageGradients
+from .run.mesh import PipelineCollectives, PipelineErrors, PipelineMesh, Placing
+from .run.optimizer_shards import OptimizerShards
+from .run.runtime import PipelineRuntime, ReadLoss, lanes_of
+from .run.stage_executor import StageExecutor, in_precision
+from .run.staged_model import StagedModel, check_name, step_key
+from .run.state import PipelineState
+from .run.verification import Verification, fits_in_memory
+from .trace.graph import Step
+from .trace.tracer import copy_batch
 
 logger = logging.getLogger(__name__)
 

@@ -62,7 +62,8 @@ def room_of(module: str) -> str:
     package = next(name for name in reversed(sorted(IMPORT_NAMES.values())) if f"{module}.".startswith(f"{name}."))
     if package in ("trainkit.callbacks", "trainkit.recipes", "trainkit.conf"):
         return package
-    return ".".join([package, *module.removeprefix(package).split(".")[1:2]])
+    folder = module if FILES[module].name == "__init__.py" else module.rpartition(".")[0]
+    return module if folder == package else folder
 
 
 def test_no_rooms_import_each_other_in_a_circle():

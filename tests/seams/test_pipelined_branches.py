@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from torch import nn
-from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps
+from trainkit.strategies.pipeline.plan.planner import TraceInput, TrainingStep, plan_steps
 
 from tests.seams.training import BATCH_SIZE, BOUND, WIDTH, Layers, batches, difference, trained
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from trainkit.strategies.pipeline.absent import AbsentTensors
+from trainkit.strategies.pipeline.run.absent import AbsentTensors
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.seams.training import BOUND, MAKE_STRATEGY, Layers, batches, difference, trained

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from trainkit.strategies.pipeline.schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS
+from trainkit.strategies.pipeline.plan.schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS
 
 from trainkit import registry
 

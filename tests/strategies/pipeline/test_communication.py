@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.communication import DeviceChannel, Lane, StageChannel, lane_backend
-from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
+from trainkit.strategies.pipeline.plan.schedules import BACKWARD, FORWARD, Action
+from trainkit.strategies.pipeline.run.communication import DeviceChannel, Lane, StageChannel, lane_backend
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.host_copy import HostCopier

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline import mesh as mesh_module
-from trainkit.strategies.pipeline.communication import StageChannel
-from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
+from trainkit.strategies.pipeline.plan.schedules import BACKWARD, FORWARD, Action
+from trainkit.strategies.pipeline.run import mesh as mesh_module
+from trainkit.strategies.pipeline.run.communication import StageChannel
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from trainkit.strategies.pipeline.memory import state_bytes
-from trainkit.strategies.pipeline.schedules import Schedule
+from trainkit.strategies.pipeline.plan.memory import state_bytes
+from trainkit.strategies.pipeline.plan.schedules import Schedule
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.strategies.pipeline.training import Training, make, step_batches

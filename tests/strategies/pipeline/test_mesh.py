@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies.pipeline import mesh as mesh_module
 from trainkit.strategies.pipeline import strategy as strategy_module
-from trainkit.strategies.pipeline.mesh import PipelineMesh, backend_with_host
+from trainkit.strategies.pipeline.plan.traffic import StepMessages, broadcast_tree, rank_grid, traffic_of
+from trainkit.strategies.pipeline.run import mesh as mesh_module
+from trainkit.strategies.pipeline.run.mesh import PipelineMesh, backend_with_host
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.pipeline.traffic import StepMessages, broadcast_tree, rank_grid, traffic_of
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.hosts import HostLayout
 
@@ -43,9 +43,7 @@ def _traffic(hosts, *, replicas, activations=0, gradients=(0, 0), shared=0, broa
     """Return what two stages send between hosts, by placement."""
     filled = [[*sizes, *[0] * (replicas - len(sizes))] for sizes in broadcast]
     messages = StepMessages({(0, 1): activations}, gradients, {(0, 1): shared}, filled)
-    found = [
-        traffic_of(hosts, placement, messages, stages=2, replicas=replicas) for placement in ("cluster", "spread")
-    ]
+    found = [traffic_of(hosts, placement, messages, stages=2, replicas=replicas) for placement in ("cluster", "spread")]
     return [(row.activations, row.gradients, row.weights) for row in found]
 
 

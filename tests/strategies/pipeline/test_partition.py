@@ -5,9 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.pipeline import planner
-from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
-from trainkit.strategies.pipeline.partition import (
+from trainkit.strategies.pipeline.plan import planner
+from trainkit.strategies.pipeline.plan.partition import (
     SLACK,
     MemoryCosts,
     StageCosts,
@@ -15,9 +14,18 @@ from trainkit.strategies.pipeline.partition import (
     partition,
     replicate_shared,
 )
-from trainkit.strategies.pipeline.plan_report import PlanReport
-from trainkit.strategies.pipeline.profile import estimate
-from trainkit.strategies.pipeline.tracer import trace
+from trainkit.strategies.pipeline.plan.plan_report import PlanReport
+from trainkit.strategies.pipeline.plan.profile import estimate
+from trainkit.strategies.pipeline.trace.graph import (
+    RETURN,
+    CutConstraint,
+    Node,
+    NodeCost,
+    NodeOutput,
+    TracedGraph,
+    Value,
+)
+from trainkit.strategies.pipeline.trace.tracer import trace
 
 from tests.strategies.pipeline.models import Gpt, Mlp, ResNet, UNet
 from tests.strategies.pipeline.training import plan

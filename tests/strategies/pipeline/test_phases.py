@@ -4,12 +4,20 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from trainkit.strategies.pipeline.graph import RETURN, CutConstraint, Node, NodeCost, NodeOutput, TracedGraph, Value
-from trainkit.strategies.pipeline.merged_graph import merge_graphs
-from trainkit.strategies.pipeline.partition import partition
-from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps
+from trainkit.strategies.pipeline.plan.merged_graph import merge_graphs
+from trainkit.strategies.pipeline.plan.partition import partition
+from trainkit.strategies.pipeline.plan.planner import TraceInput, TrainingStep, plan_steps
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.pipeline.tracer import trace
+from trainkit.strategies.pipeline.trace.graph import (
+    RETURN,
+    CutConstraint,
+    Node,
+    NodeCost,
+    NodeOutput,
+    TracedGraph,
+    Value,
+)
+from trainkit.strategies.pipeline.trace.tracer import trace
 
 from tests.strategies.pipeline.models import Mlp
 from tests.strategies.pipeline.recipe_models import SmallGAN

@@ -1,7 +1,7 @@
 import json
 
-from trainkit.strategies.pipeline.plan_report import write_timeline
-from trainkit.strategies.pipeline.schedules import one_f_one_b, simulate
+from trainkit.strategies.pipeline.plan.plan_report import write_timeline
+from trainkit.strategies.pipeline.plan.schedules import one_f_one_b, simulate
 
 
 def test_the_timeline_has_every_action_of_every_rank_and_the_idle_share(tmp_path):

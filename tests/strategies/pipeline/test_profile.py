@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import nn
-from trainkit.strategies.pipeline.graph import NOMINAL, NodeCost, Rates, estimated_seconds
-from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps, trace_expanding
-from trainkit.strategies.pipeline.profile import measured_rates, rates_of
+from trainkit.strategies.pipeline.plan.planner import TraceInput, TrainingStep, plan_steps, trace_expanding
+from trainkit.strategies.pipeline.plan.profile import measured_rates, rates_of
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.pipeline.tracer import trace
+from trainkit.strategies.pipeline.trace.graph import NOMINAL, NodeCost, Rates, estimated_seconds
+from trainkit.strategies.pipeline.trace.tracer import trace
 
 from tests.strategies.pipeline.models import Gpt
 from trainkit import Data
@@ -103,7 +103,7 @@ def test_a_plan_takes_the_rates_of_the_device_that_trains_in_the_dtype_of_the_ru
         asked.append((device, dtype))
         return Rates(flops=1.0, bytes=1e12, seconds_per_call=0.0)
 
-    monkeypatch.setattr("trainkit.strategies.pipeline.staged_model.rates_of", rates_of)
+    monkeypatch.setattr("trainkit.strategies.pipeline.run.staged_model.rates_of", rates_of)
     model, task = PipelineStrategy(stages=2, trace="fake").staged_model, _WideAndDeep()
     model.dtype = torch.bfloat16
 

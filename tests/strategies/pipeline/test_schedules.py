@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainkit.strategies.pipeline.schedules import (
+from trainkit.strategies.pipeline.plan.schedules import (
     BACKWARD,
     FORWARD,
     SCHEDULES,

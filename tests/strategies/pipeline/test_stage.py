@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trainkit.strategies.pipeline.stage import materialize
-from trainkit.strategies.pipeline.staged_model import cost_source
+from trainkit.strategies.pipeline.plan.stage import materialize
+from trainkit.strategies.pipeline.run.staged_model import cost_source
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 

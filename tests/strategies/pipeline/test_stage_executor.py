@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainkit.strategies.pipeline.graph import signature, tensors
-from trainkit.strategies.pipeline.stage import stage_graphs
-from trainkit.strategies.pipeline.stage_executor import StageExecutor, TraceMismatchError
+from trainkit.strategies.pipeline.plan.stage import stage_graphs
+from trainkit.strategies.pipeline.run.stage_executor import StageExecutor, TraceMismatchError
+from trainkit.strategies.pipeline.trace.graph import signature, tensors
 
 from tests.strategies.pipeline.models import OWN, Gpt, Mlp, UNet
 from tests.strategies.pipeline.training import plan

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainkit.strategies.pipeline.tracer import trace
+from trainkit.strategies.pipeline.trace.tracer import trace
 
 from tests.strategies.pipeline.models import Gpt, Mlp, ResNet
 from trainkit.errors import UserError

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline import verification
-from trainkit.strategies.pipeline.communication import PendingReceive
-from trainkit.strategies.pipeline.runtime import PipelineRuntime
+from trainkit.strategies.pipeline.run import verification
+from trainkit.strategies.pipeline.run.communication import PendingReceive
+from trainkit.strategies.pipeline.run.runtime import PipelineRuntime
+from trainkit.strategies.pipeline.run.verification import Checksum, StepRecord, Verification
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.pipeline.verification import Checksum, StepRecord, Verification
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches

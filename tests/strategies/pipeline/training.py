@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from trainkit.strategies.pipeline.planner import TraceInput, TrainingStep, plan_steps, trace_expanding
+from trainkit.strategies.pipeline.plan.planner import TraceInput, TrainingStep, plan_steps, trace_expanding
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 

@@ -8,16 +8,16 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainkit.strategies.pipeline.attributes import StageAttributes
-from trainkit.strategies.pipeline.communication import StageChannel
-from trainkit.strategies.pipeline.graph import signature, tensors
-from trainkit.strategies.pipeline.partition import Partition, candidates, crossing_bytes
-from trainkit.strategies.pipeline.runtime import StepRun
-from trainkit.strategies.pipeline.schedules import BACKWARD, FORWARD, Action
-from trainkit.strategies.pipeline.stage import owners, stage_graphs
-from trainkit.strategies.pipeline.stage_executor import StageExecutor
+from trainkit.strategies.pipeline.plan.partition import Partition, candidates, crossing_bytes
+from trainkit.strategies.pipeline.plan.schedules import BACKWARD, FORWARD, Action
+from trainkit.strategies.pipeline.plan.stage import owners, stage_graphs
+from trainkit.strategies.pipeline.run.communication import StageChannel
+from trainkit.strategies.pipeline.run.runtime import StepRun
+from trainkit.strategies.pipeline.run.stage_executor import StageExecutor
+from trainkit.strategies.pipeline.run.verification import FirstStepCheck
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.pipeline.verification import FirstStepCheck
+from trainkit.strategies.pipeline.trace.attributes import StageAttributes
+from trainkit.strategies.pipeline.trace.graph import signature, tensors
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.training import Training, finest_graph, make, step_batches

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.ddp.strategy import DDPStrategy
-from trainkit.strategies.pipeline.planner import TrainingStep
-from trainkit.strategies.pipeline.schedules import Schedule
-from trainkit.strategies.pipeline.staged_model import StagedModel
+from trainkit.strategies.pipeline.plan.planner import TrainingStep
+from trainkit.strategies.pipeline.plan.schedules import Schedule
+from trainkit.strategies.pipeline.run.staged_model import StagedModel
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from tests.marks import EVERY_CASE

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainkit.errors import UserError
 from trainkit.tree import tensors_in
 
-from .interceptor import FREEZING, METADATA, function_name
+from ..trace.interceptor import FREEZING, METADATA, function_name
 
 _WITHOUT_VALUES = (
     METADATA

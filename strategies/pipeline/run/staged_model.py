@@ -18,16 +18,13 @@ from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.task import TaskModule
 from trainkit.tree import tensors_in, to_device
 
-from .attributes import StageAttributes
-from .graph import Signature, Step, TracedGraph, num_bytes, signature
-from .memory import RankMemory, TrainingMemory, rank_memories
-from .mesh import PipelineMesh
-from .partition import MemoryCosts, SharedParameters
-from .plan_report import PlanReport
-from .planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
-from .profile import rates_of
-from .schedules import Schedule
-from .stage import (
+from ..plan.memory import RankMemory, TrainingMemory, rank_memories
+from ..plan.partition import MemoryCosts, SharedParameters
+from ..plan.plan_report import PlanReport
+from ..plan.planner import Costs, PartitionPlan, TraceInput, TrainingStep, plan_steps, restore_plan, saved_partition
+from ..plan.profile import rates_of
+from ..plan.schedules import Schedule
+from ..plan.stage import (
     Placement,
     has_meta,
     owners,
@@ -37,9 +34,12 @@ from .stage import (
     stage_graphs,
     transferred_bytes,
 )
+from ..plan.traffic import HostTraffic, Placing, StepMessages, traffic_of
+from ..trace.attributes import StageAttributes
+from ..trace.graph import Signature, Step, TracedGraph, num_bytes, signature
+from ..trace.tracer import trace
+from .mesh import PipelineMesh
 from .stage_executor import StageExecutor
-from .tracer import trace
-from .traffic import HostTraffic, Placing, StepMessages, traffic_of
 from .verification import FirstStepCheck
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,10 @@ class StagedModel:
             messages = self._messages(task, training, mesh, memory, broadcast_buffers=broadcast_buffers)
             others: tuple[Placing, ...] = ("cluster", "spread")
             placements = sorted(others, key=lambda placement: placement != mesh.placed)
-            traffic = [traffic_of(mesh.hosts, placement, messages, stages=mesh.stages, replicas=mesh.replicas) for placement in placements]
+            traffic = [
+                traffic_of(mesh.hosts, placement, messages, stages=mesh.stages, replicas=mesh.replicas)
+                for placement in placements
+            ]
         return PlanReport.of(self.plan.whole, self.plan.partition, bubble=bubble, memory=memory, traffic=traffic)
 
     def _messages(

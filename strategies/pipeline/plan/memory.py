@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.strategy import named_state
 
-from .graph import TracedGraph, num_bytes, tensors
+from ..trace.graph import TracedGraph, num_bytes, tensors
 from .partition import Partition
 from .schedules import AHEAD, BACKWARD, FORWARD, Action, Schedule
 from .stage import owners_of, place_parameters, stage_graphs

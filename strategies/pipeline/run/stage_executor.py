@@ -18,8 +18,9 @@ from trainkit.rng import seed_python, seeded_python
 from trainkit.strategy import named_state
 from trainkit.tree import tree_map
 
-from .attributes import StageAttributes, Table, place_of
-from .graph import (
+from ..plan.stage import StageGraph, stage_graphs
+from ..trace.attributes import StageAttributes, Table, place_of
+from ..trace.graph import (
     RETURN,
     Call,
     Constant,
@@ -34,8 +35,7 @@ from .graph import (
     decoded,
     tensors,
 )
-from .interceptor import ModuleInterceptor, TracingMode, same_hooks
-from .stage import StageGraph, stage_graphs
+from ..trace.interceptor import ModuleInterceptor, TracingMode, same_hooks
 
 Shapes = list[tuple[int, ...] | None]
 """Shape of each value of a step; `None` where it is not known yet."""

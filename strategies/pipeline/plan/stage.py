@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from trainkit.errors import UserError
 from trainkit.strategy import named_state
 from trainkit.tree import tree_leaves
 
-from .graph import Node, ParameterRef, TracedGraph, ValueRef
+from ..trace.graph import Node, ParameterRef, TracedGraph, ValueRef
 from .partition import Partition
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trainkit.metrics.step_output import StepOutput
 
-from ..transports.host_copy import Event, open_host_copier
-from .schedules import Action
+from ...transports.host_copy import Event, open_host_copier
+from ..plan.schedules import Action
 
 # Above the tags of all values: a header or a flag must never be taken for a tensor between the same two ranks.
 HEADER_TAG = 1 << 28

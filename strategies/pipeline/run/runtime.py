@@ -17,11 +17,11 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
 from trainkit.tree import map_tensors, tensors_in
 
+from ..plan.schedules import AHEAD, BACKWARD, FORWARD, Action, Span
+from ..plan.stage import StageGraph, Transfer
+from ..trace.graph import Signature, Step, signature
 from .communication import DeviceChannel, Lane, OutputBroadcast, PendingReceive, StageChannel
-from .graph import Signature, Step, signature
 from .mesh import PipelineErrors, PipelineMesh
-from .schedules import AHEAD, BACKWARD, FORWARD, Action, Span
-from .stage import StageGraph, Transfer
 from .stage_executor import Shapes, StageExecutor, TraceMismatchError
 
 FIRST_TAG = 1 << 8

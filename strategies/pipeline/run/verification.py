@@ -23,11 +23,11 @@ from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
 from trainkit.tree import tree_leaves
 
-from .attributes import place_of
+from ..plan.stage import Placement
+from ..trace.attributes import place_of
+from ..trace.graph import Node, TracedGraph, num_bytes, tensors
 from .gradients import StageGradients
-from .graph import Node, TracedGraph, num_bytes, tensors
 from .mesh import PipelineMesh
-from .stage import Placement
 from .stage_executor import StageExecutor
 from .state import PipelineState
 

@@ -12,8 +12,8 @@ from trainkit.distributed.collectives import broadcast
 from trainkit.errors import UserError
 from trainkit.optim.optimizer import PhaseOptimizer
 
+from ..plan.stage import owners_of
 from .mesh import PipelineMesh
-from .stage import owners_of
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import (
 
 from trainkit.errors import UserError
 
-from .graph import NOMINAL, Rates, Step, TracedGraph, estimated_seconds
+from ..trace.graph import NOMINAL, Rates, Step, TracedGraph, estimated_seconds
+from ..trace.tracer import TraceResult, trace
 from .merged_graph import MergedGraph, merge_graphs
 from .partition import (
     MemoryCosts,
@@ -32,7 +33,6 @@ from .partition import (
     replicate_shared,
 )
 from .profile import HOST, NotRepeatable, estimate, measure
-from .tracer import TraceResult, trace
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from trainkit.distributed.collectives import broadcast
 from trainkit.errors import UserError
 from trainkit.strategy import named_state
 
+from ..plan.stage import Placement, has_meta, keep_local_parameters, materialize
+from ..trace.attributes import Table, pickled, place_of, unpickled
 from .absent import AbsentTensors
-from .attributes import Table, pickled, place_of, unpickled
 from .mesh import PipelineMesh
 from .optimizer_shards import OptimizerShards
-from .stage import Placement, has_meta, keep_local_parameters, materialize
 
 EXTRA_STATE = "_extra_state"
 """End of the key of what `get_extra_state` returns in a state dict."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from trainkit.errors import UserError, nearest
 
-from .graph import CutConstraint, Node, TracedGraph
+from ..trace.graph import CutConstraint, Node, TracedGraph
 
 SLACK = 0.04
 """Fraction by which the slowest stage may exceed the optimum for fewer bytes across cuts."""

@@ -17,9 +17,9 @@ from trainkit.model.attribute_snapshot import preserve_task
 from trainkit.strategy import named_state
 from trainkit.tree import to_device
 
-from .graph import NOMINAL, Call, Node, Rates, Step, TracedGraph, estimated_seconds, tensors
-from .interceptor import ModuleInterceptor, TracingMode
-from .tracer import copy_batch, preserve_state
+from ..trace.graph import NOMINAL, Call, Node, Rates, Step, TracedGraph, estimated_seconds, tensors
+from ..trace.interceptor import ModuleInterceptor, TracingMode
+from ..trace.tracer import copy_batch, preserve_state
 
 BACKWARD_PER_FORWARD = 2.0
 """Seconds of a node's backward, relative to its forward: the operations of a product of matrices.

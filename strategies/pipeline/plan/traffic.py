@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainkit.errors import UserError
 
-from ..transports.hosts import HostLayout
+from ...transports.hosts import HostLayout
 
 Placing = Literal["cluster", "spread"]
 """The ranks that one host has: the stages of a replica, or the replicas of a stage."""

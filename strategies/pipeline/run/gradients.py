@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 
-from ..reducer.grad_norm import total_norm
-from ..reducer.reducer import Reducer, ReducerSettings
+from ...reducer.grad_norm import total_norm
+from ...reducer.reducer import Reducer, ReducerSettings
+from ..plan.schedules import FORWARD, Action
+from ..plan.stage import Placement
 from .mesh import PipelineMesh
-from .schedules import FORWARD, Action
-from .stage import Placement
 
 
 class StageGradients:

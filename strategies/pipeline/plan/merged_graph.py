@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 
-from .graph import RETURN, CutConstraint, Node, NodeOutput, TracedGraph
+from ..trace.graph import RETURN, CutConstraint, Node, NodeOutput, TracedGraph
 from .partition import Partition, replicate_shared
 
 RETURN_TOGETHER = "all steps return in the last stage"

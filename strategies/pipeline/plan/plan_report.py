@@ -10,7 +10,7 @@ from pathlib import Path
 from trainkit.files import write_optional
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
-from .graph import TracedGraph
+from ..trace.graph import TracedGraph
 from .memory import RankMemory
 from .partition import Partition
 from .schedules import FORWARD, Span, idle_share

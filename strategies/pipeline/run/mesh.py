@@ -16,9 +16,9 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
 from trainkit.errors import UserError, add_note
 
-from ..transports.hosts import HostLayout, OwnGroups, host_name
+from ...transports.hosts import HostLayout, OwnGroups, host_name
+from ..plan.traffic import Placing, rank_grid
 from .communication import Lane
-from .traffic import Placing, rank_grid
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""Plan: the stages of a graph, and what a schedule makes of them."""

@@ -1,0 +1,1 @@
+"""Run: the ranks, their stages, and what these send to each other."""

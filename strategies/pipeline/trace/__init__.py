@@ -1,0 +1,1 @@
+"""Trace: the calls of a step as a graph."""
