@@ -43,9 +43,10 @@ from .plan.plan_report import PlanReport, draw_stages, write_plan, write_timelin
 from .plan.planner import TrainingStep
 from .plan.schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS, Schedule, most_in_flight
 from .plan.stage import Placement
+from .plan.traffic import Placing
 from .run.communication import lane_backend
 from .run.gradients import StageGradients
-from .run.mesh import PipelineCollectives, PipelineErrors, PipelineMesh, Placing
+from .run.mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .run.optimizer_shards import OptimizerShards
 from .run.runtime import PipelineRuntime, ReadLoss, lanes_of
 from .run.stage_executor import StageExecutor, in_precision

@@ -13,7 +13,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +207,11 @@ def assert_resume_exact(
         def fresh() -> Strategy:
             return make_strategy(copy.deepcopy(strategy), devices, device)
 
-        evaluations = {key: value for key, value in dict(trainer or {}).items() if key in _EVALUATION_SETTINGS}
-        fit = partial(runs.fit, **evaluations)
-        uninterrupted = fit("uninterrupted", fresh(), callbacks=[])
+        evaluations: dict[str, Any] = {key: trainer[key] for key in _EVALUATION_SETTINGS if trainer and key in trainer}
+        uninterrupted = runs.fit("uninterrupted", fresh(), callbacks=[], **evaluations)
         # Both in one folder, from which the second run takes the checkpoint.
-        fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)])
-        resumed = fit("resumed", fresh(), callbacks=[], resume=True)
+        runs.fit("resumed", fresh(), callbacks=[StopAfterStep(stop_after)], **evaluations)
+        resumed = runs.fit("resumed", fresh(), callbacks=[], resume=True, **evaluations)
     for name, expected in uninterrupted.items():
         if difference := _apart(resumed[name], expected):
             raise AssertionError(
