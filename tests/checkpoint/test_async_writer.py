@@ -118,7 +118,7 @@ def test_retention_can_follow_each_save(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with closing(AsyncWriter(store)) as writer:
         for step in range(4):
-            writer.save({"a": step}, then=lambda entry: store.prune([entry]), **place(step))
+            writer.save({"a": step}, keep=lambda entries: entries[-1:], **place(step))
     assert [entry.step for entry in store.entries()] == [3]
 
 

@@ -21,7 +21,7 @@ import torch
 
 from tests.program import Program
 from trainkit.checkpoint.async_writer import AsyncWriter
-from trainkit.checkpoint.store import CheckpointStore, load_from
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, load_from
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "16"))
@@ -199,8 +199,8 @@ def test_full_disk_raises_and_earlier_checkpoints_are_intact(tmp_path: Path, sma
     assert sorted(os.listdir(store.folder)) == ["manifest.json", "step_0.pt", "step_1.pt"]
     loaded = store.load_last()
     assert loaded.skipped == [] and loaded.entry.step == 1 and is_whole(loaded.payload)
-    # Retention makes room, as the message says.
-    store.prune([loaded.entry])
+    # Room is made, as the message says.
+    store.delete(store.entries()[0])
     store.save(payload_of(2), name="step_2", step=2, epoch=0)
     assert store.load_last().entry.step == 2
 
@@ -290,13 +290,16 @@ def serve() -> None:
             print((["-1", *steps.read().split()])[-1], flush=True)
 
 
+def last_two(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+    return entries[-2:]
+
+
 def save_for_ever(folder: Path, first: int, _: float, acknowledge: int) -> None:
     store = CheckpointStore(folder)
     os.write(acknowledge, b"\n")
     for step in itertools.count(first):
-        entry = store.save(payload_of(step), name=f"step_{step}", step=step, epoch=0)
+        entry = store.save(payload_of(step), name=f"step_{step}", step=step, epoch=0, keep=last_two)
         os.write(acknowledge, f"{step}\n".encode())
-        store.prune(store.entries()[-2:])
         assert entry == store.last()
 
 
@@ -305,13 +308,7 @@ def save_for_ever_in_the_background(folder: Path, first: int, _: float, acknowle
     os.write(acknowledge, b"\n")
     with closing(AsyncWriter(store)) as writer:
         for step in itertools.count(first):
-            writer.save(
-                payload_of(step),
-                name=f"step_{step}",
-                step=step,
-                epoch=0,
-                then=lambda _: store.prune(store.entries()[-2:]),
-            )
+            writer.save(payload_of(step), name=f"step_{step}", step=step, epoch=0, keep=last_two)
             if step > first:
                 os.write(acknowledge, f"{step - 1}\n".encode())
 
@@ -335,9 +332,8 @@ def save_once(
     for function in ("write", "fsync", "replace", "unlink", "rename"):
         setattr(os, function, counted(getattr(os, function)))
     written = os.write
-    store.save(payload, name=name, step=step, epoch=0)
-    if prune:
-        store.prune(store.entries()[-1:])
+    keep = (lambda entries: entries[-1:]) if prune else None
+    store.save(payload, name=name, step=step, epoch=0, keep=keep)
     written(acknowledge, f"{step}\n".encode())
 
 

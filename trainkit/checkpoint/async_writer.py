@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.serialization import Labels, PayloadVisitor, storage_key
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
 from trainkit.files import start_thread
 
 if TYPE_CHECKING:
@@ -32,10 +32,17 @@ class AsyncWriter:
         self._snapshot = CpuSnapshot()
         self._work: Future[CheckpointEntry | None] | None = None
 
-    def save(self, payload: dict[str, Any], *, then: OnSaved | None = None, **labels: Unpack[Labels]) -> None:
+    def save(
+        self,
+        payload: dict[str, Any],
+        *,
+        keep: Keep | None = None,
+        then: OnSaved | None = None,
+        **labels: Unpack[Labels],
+    ) -> None:
         """Copy the payload and save the copy in the background; the caller may change its tensors at once.
 
-        Waits for an earlier save. `then` is called in the background thread; its errors are the save's.
+        Waits for an earlier save. `keep` and `then` are called in the background thread; their errors are the save's.
         """
         self.wait()
         # After the wait: the copies' memory is that of the earlier save, which may still be written.
@@ -44,7 +51,7 @@ class AsyncWriter:
 
         def write() -> CheckpointEntry:
             try:
-                entry = self._store.save(copied, **labels)
+                entry = self._store.save(copied, keep=keep, **labels)
                 if then is not None:
                     then(entry)
             # Logged at once: the next call that would raise it may come many steps later, or never.

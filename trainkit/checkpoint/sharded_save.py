@@ -29,7 +29,7 @@ from trainkit.checkpoint.shard_files import (
     shard_error,
 )
 from trainkit.checkpoint.sharded_state import TensorShard
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import CheckpointError
 from trainkit.files import start_thread
@@ -48,6 +48,7 @@ def save_sharded(
     shards: Sequence[TensorShard],
     *,
     comm: Collectives,
+    keep: Keep | None = None,
     then: OnSaved | None = None,
     **labels: Unpack[Labels],
 ) -> CheckpointEntry:
@@ -60,11 +61,12 @@ def save_sharded(
         payload: The main process's payload, with placeholders for sharded tensors.
         shards: The shards of this process.
         comm: The processes that save.
+        keep: Chooses, on the main process, the checkpoints that stay.
         then: Called with the entry on the main process.
         labels: The metadata to list.
 
     """
-    save = _Save(store, payload, shards, comm=comm, then=then, labels=labels)
+    save = _Save(store, payload, shards, comm=comm, keep=keep, then=then, labels=labels)
     with save.folder_lock:
         # Gathered before the listing: the manifest must not name shards that are not on the disk yet.
         results = check_all_ranks(comm, save.writer.write)
@@ -93,12 +95,13 @@ class ShardedWriter:
         payload: dict[str, Any],
         shards: Sequence[TensorShard],
         *,
+        keep: Keep | None = None,
         then: OnSaved | None = None,
         **labels: Unpack[Labels],
     ) -> None:
         """Copy the payload and the shards and save the copies in the background; collective.
 
-        Waits for an earlier save. `then` is called with the entry in the main process's background thread; its errors
+        Waits for an earlier save. `keep` and `then` are called in the main process's background thread; their errors
         are the save's.
         """
         # The earlier save first: its thread reads the copies whose memory is used again here.
@@ -107,7 +110,7 @@ class ShardedWriter:
         elements = self._shard_snapshot.take({shard.place: shard.elements for shard in shards})
         copies = [replace(shard, elements=elements[shard.place]) for shard in shards]
         copied = self._payload_snapshot.take(payload) if self._comm.is_main else {}
-        self._save = _Save(self._store, copied, copies, comm=self._comm, then=then, labels=labels)
+        self._save = _Save(self._store, copied, copies, comm=self._comm, keep=keep, then=then, labels=labels)
         self._status = _Status("writing")
         self._work = start_thread(self._write, name=f"checkpoint-{labels['name']}")
 
@@ -213,10 +216,11 @@ class _Save:
         shards: Sequence[TensorShard],
         *,
         comm: Collectives,
+        keep: Keep | None,
         then: OnSaved | None,
         labels: Labels,
     ) -> None:
-        self._store, self._payload, self._then = store, payload, then
+        self._store, self._payload, self._keep, self._then = store, payload, keep, then
         self.labels = labels
         with ExitStack() as stack:
             # The main process makes and locks the folder; the others get its path or its error.
@@ -235,9 +239,11 @@ class _Save:
         """List the checkpoint, release the folder, and call `then`; on the main process."""
         with self.folder_lock:
             files = self.writer.finish(results)
-            entry = self._store.register_shards(self._payload, self.writer.folder, files, **self.labels)
+            entry = self._store.register_shards(
+                self._payload, self.writer.folder, files, keep=self._keep, **self.labels
+            )
         if self._then is not None:
-            self._then(entry)  # after the folder is released, since it may prune
+            self._then(entry)
         return entry
 
     def abort(self, reason: str) -> None:

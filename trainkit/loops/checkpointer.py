@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.serialization import Labels
     from trainkit.checkpoint.sharded_save import ShardedWriter
     from trainkit.checkpoint.sharded_state import ShardedState
-    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,13 @@ class Checkpointer:
     # ---- Saving
 
     def save(
-        self, *, reason: str, background: bool = False, sharded: bool = False, then: OnSaved | None = None
+        self,
+        *,
+        reason: str,
+        background: bool = False,
+        sharded: bool = False,
+        keep: Keep | None = None,
+        then: OnSaved | None = None,
     ) -> CheckpointEntry | None:
         run = self._run
         # Collective: the policy for losses and the comparison of replicas may raise here, before anything is written.
@@ -63,9 +69,11 @@ class Checkpointer:
         # the save on: a second one would wait for that lock until it times out.
         self._wait_for_shards()
         with run.optimizers_in_evaluation():  # a resume brings back the weights to train, from the optimizer's state
-            return self._save(reason=reason, background=background, sharded=sharded, then=then)
+            return self._save(reason=reason, background=background, sharded=sharded, keep=keep, then=then)
 
-    def _save(self, *, reason: str, background: bool, sharded: bool, then: OnSaved | None) -> CheckpointEntry | None:
+    def _save(
+        self, *, reason: str, background: bool, sharded: bool, keep: Keep | None, then: OnSaved | None
+    ) -> CheckpointEntry | None:
         run, state = self._run, self._run.state
         assert self.store is not None
         shards = self._shards() if sharded else None
@@ -74,14 +82,16 @@ class Checkpointer:
         name, metrics = f"step_{state.step:08d}", run.metrics_of_this_step()
         labels: Labels = {"name": name, "step": state.step, "epoch": state.epoch, "metrics": metrics, "reason": reason}
         if shards is None:
-            return self._save_on_main(self.store, payload, background=background, then=then, labels=labels)
+            return self._save_on_main(self.store, payload, background=background, keep=keep, then=then, labels=labels)
         if not background:
             from trainkit.checkpoint.sharded_save import save_sharded
 
-            return save_sharded(self.store, payload, shards.shards, comm=run.strategy.comm, then=then, **labels)
+            return save_sharded(
+                self.store, payload, shards.shards, comm=run.strategy.comm, keep=keep, then=then, **labels
+            )
         # For an unsharded save too: its thread holds the folder's lock, for which the main process would wait.
         self.wait()
-        self._shard_writer(self.store).save(payload, shards.shards, then=then, **labels)
+        self._shard_writer(self.store).save(payload, shards.shards, keep=keep, then=then, **labels)
         return None
 
     def _warn_of_unsaved_state(self) -> None:
@@ -364,7 +374,14 @@ class Checkpointer:
         return f"{type(strategy).__name__} {self._run.plan!r}{places}"
 
     def _save_on_main(
-        self, store: CheckpointStore, payload: dict[str, Any], *, background: bool, then: OnSaved | None, labels: Labels
+        self,
+        store: CheckpointStore,
+        payload: dict[str, Any],
+        *,
+        background: bool,
+        keep: Keep | None,
+        then: OnSaved | None,
+        labels: Labels,
     ) -> CheckpointEntry | None:
         """Write the payload on the main rank, and raise its UserError on every rank; collective."""
         comm = self._run.strategy.comm
@@ -376,9 +393,9 @@ class Checkpointer:
                 if self._writer is not None:
                     self._writer.wait()
                 if background:
-                    self._async_writer(store).save(payload, then=then, **labels)
+                    self._async_writer(store).save(payload, keep=keep, then=then, **labels)
                 else:
-                    entry = store.save(payload, **labels)
+                    entry = store.save(payload, keep=keep, **labels)
                     if then is not None:
                         then(entry)
             except UserError as error:
