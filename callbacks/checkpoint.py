@@ -226,13 +226,13 @@ class Checkpoint(Callback):
 
         Raises CheckpointError after too many failures, or if the last save fails.
         """
-        self._reason = None
+        # This is the next try: ranks that are not told of its success must not go on trying.
+        self._reason = self._retry_step = None
         if self._saved_step == run.state.step:
             return
 
         def on_saved(entry: CheckpointEntry) -> None:
             logger.log(logging.DEBUG if run.has_display else logging.INFO, "saved %s (%s)", entry.path, reason)
-            self._forget_failures()
 
         if self.async_save:
             self._wait_for_background_save(run)

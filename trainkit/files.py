@@ -334,7 +334,8 @@ def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
     """
     if path.is_symlink():  # on which a lock cannot be had; it is not one of ours
         path.unlink(missing_ok=True)
-    lock = FileLock(path, mode=0o600, poll_interval=_POLL_SECONDS)
+    # `thread_local=False`: the thread that writes a checkpoint may release the lock that another one took.
+    lock = FileLock(path, mode=0o600, poll_interval=_POLL_SECONDS, thread_local=False)
     try:
         lock.acquire(timeout)
     except Timeout:

@@ -103,13 +103,14 @@ class RunCheckpoints(Protocol):
     def poll(self) -> bool:
         """Raise the error of a background save that failed, without waiting for the disk.
 
-        Returns True if a sharded save has just become complete. Collective while ranks save shards.
+        Returns True if a save has just become complete: on the main rank, or on all that saved shards. Collective while
+        they save them.
         """
 
     def wait(self) -> bool:
         """Wait for a background save, and raise its error if it failed.
 
-        Returns True if ranks were saving shards. Collective while they do.
+        Returns True as `poll` does. Collective while ranks save shards.
         """
 
     def check_savable(self) -> None:

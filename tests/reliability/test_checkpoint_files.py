@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from tests.program import Program
-from trainkit.checkpoint.async_writer import AsyncWriter
+from trainkit.checkpoint.background_save import CpuSnapshot, save_copy
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, load_from
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 
@@ -222,11 +221,10 @@ def test_disk_that_is_full_to_the_last_byte_keeps_its_manifest(small_disk: Path)
 
 def test_full_disk_reaches_the_caller_of_a_background_save(small_disk: Path) -> None:
     store = CheckpointStore(small_disk)
-    writer = AsyncWriter(store)
+    snapshot = CpuSnapshot()
     with pytest.raises(CheckpointError, match="No space left"):
         for step in range(10):
-            writer.save(payload_of(step), name=f"step_{step}", step=step, epoch=0)
-    writer.close()
+            save_copy(store, payload_of(step), snapshot, name=f"step_{step}", step=step, epoch=0).wait()
     assert is_whole(store.load_last().payload)
 
 
@@ -306,11 +304,11 @@ def save_for_ever(folder: Path, first: int, _: float, acknowledge: int) -> None:
 def save_for_ever_in_the_background(folder: Path, first: int, _: float, acknowledge: int) -> None:
     store = CheckpointStore(folder)
     os.write(acknowledge, b"\n")
-    with closing(AsyncWriter(store)) as writer:
-        for step in itertools.count(first):
-            writer.save(payload_of(step), name=f"step_{step}", step=step, epoch=0, keep=last_two)
-            if step > first:
-                os.write(acknowledge, f"{step - 1}\n".encode())
+    snapshot = CpuSnapshot()
+    for step in itertools.count(first):
+        save = save_copy(store, payload_of(step), snapshot, name=f"step_{step}", step=step, epoch=0, keep=last_two)
+        save.wait()
+        os.write(acknowledge, f"{step}\n".encode())
 
 
 def save_once(

@@ -49,14 +49,13 @@ from trainkit.checkpoint.serialization import (
     open_file,
     payload_bytes,
     read_checkpoint,
-    same_errors,
     shards_folder,
     too_new,
     verify_file,
     verify_shards,
     with_metadata,
 )
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, same_errors
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 from trainkit.files import (
     PART,
@@ -184,8 +183,10 @@ class CheckpointStore:
             # Under a temporary name: a kill before the checkpoint is listed leaves what the next sweep removes.
             folder = part_of(shards_folder(_free_path(self.folder, name)))
             folder.mkdir()
-            with _sweep_after_failure(self.folder, listed):
+            try:
                 yield folder
+            finally:
+                _sweep_again(self.folder, listed)
 
     def register_shards(
         self,
@@ -580,12 +581,16 @@ def _sweep_after_failure(folder: Path, listed: list[CheckpointEntry]) -> Iterato
     try:
         yield
     except BaseException:
-        with suppress(OSError, *DAMAGED_TEXT):
-            listed = parse_manifest(folder).entries
-        # The error of the block is the one to raise; the next save sweeps again.
-        with suppress(OSError):
-            _sweep(folder, listed)
+        _sweep_again(folder, listed)
         raise
+
+
+def _sweep_again(folder: Path, listed: list[CheckpointEntry]) -> None:
+    with suppress(OSError, *DAMAGED_TEXT):
+        listed = parse_manifest(folder).entries
+    # What failed before is the error to raise; the next save sweeps again.
+    with suppress(OSError):
+        _sweep(folder, listed)
 
 
 def _unlisted_marker(path: Path) -> Path:
