@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.async_writer import AsyncWriter
+from trainkit.checkpoint.background_save import BackgroundSave, CpuSnapshot, save_copy
 from trainkit.checkpoint.store import CheckpointStore
 
 
@@ -49,22 +49,25 @@ def measured(payload: dict[str, Any], folder: Path, num_rounds: int) -> dict[str
             work()
             seconds.setdefault(name, []).append(time.perf_counter() - start)
 
-    with closing(AsyncWriter(store)) as writer:
-        writer.prepare(payload)
-        writer.wait()
+    saves: list[BackgroundSave] = []
+    with closing(CpuSnapshot()) as snapshot:
+        snapshot.reserve(payload)
         for round_ in range(num_rounds):
             place = {"step": round_, "epoch": 0}
             # The order turns from round to round: whoever comes after a long write finds the disk's cache fuller.
             variants = [
                 ("plain", lambda: plain_save(payload, folder / "plain.pt")),
                 ("store", lambda place=place: store.save(payload, name="store", **place)),
-                ("background_wait", lambda place=place: writer.save(payload, name="background", **place)),
+                (
+                    "background_wait",
+                    lambda place=place: saves.append(save_copy(store, payload, snapshot, name="background", **place)),
+                ),
             ]
             for name, work in variants[round_ % 3 :] + variants[: round_ % 3]:
                 note(name, work)
                 if name == "background_wait":
                     start = time.perf_counter()
-                    writer.wait()
+                    saves.pop().wait()
                     seconds.setdefault("background_total", []).append(
                         seconds["background_wait"][-1] + time.perf_counter() - start
                     )
@@ -131,10 +134,10 @@ def report(rounds: dict[str, list[float]], *, parameters: int, size: int) -> Non
     print(f"{'torch.save + fsync':<42}{figures['plain_s']:>9.3f} s")
     print(f"{'CheckpointStore.save':<42}{figures['store_s']:>9.3f} s   {figures['store_to_plain']:.2f}x plain")
     print(
-        f"{'AsyncWriter.save (what training waits for)':<42}{figures['background_wait_s']:>9.3f} s   "
+        f"{'save_copy (what training waits for)':<42}{figures['background_wait_s']:>9.3f} s   "
         f"{100 * figures['wait_to_store']:.1f} % of a save; the first {figures['background_first_wait_s']:.3f} s"
     )
-    print(f"{'AsyncWriter until it is on the disk':<42}{figures['background_total_s']:>9.3f} s")
+    print(f"{'save_copy, until it is on the disk':<42}{figures['background_total_s']:>9.3f} s")
     print(
         f"The best round of each, where others share the machine: save {figures['store_to_plain_best']:.2f}x plain, "
         f"wait {100 * figures['wait_to_store_best']:.1f} % of a save. Load average {figures['load_average']}."

@@ -9,7 +9,7 @@ from traceback import walk_tb
 from typing import Literal
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor, ranked
 from trainkit.duration import Duration, Interval
 from trainkit.errors import (
     CheckpointError,
@@ -226,20 +226,24 @@ class Checkpoint(Callback):
 
         Raises CheckpointError after too many failures, or if the last save fails.
         """
-        self._reason = None
+        # This is the next try: ranks that are not told of its success must not go on trying.
+        self._reason = self._retry_step = None
         if self._saved_step == run.state.step:
             return
 
         def on_saved(entry: CheckpointEntry) -> None:
-            assert run.checkpointer.store is not None
             logger.log(logging.DEBUG if run.has_display else logging.INFO, "saved %s (%s)", entry.path, reason)
-            self._remove_others(run.checkpointer.store)
-            self._forget_failures()
 
         if self.async_save:
             self._wait_for_background_save(run)
         try:
-            run.checkpointer.save(reason=reason, background=self.async_save, sharded=self.sharded, then=on_saved)
+            run.checkpointer.save(
+                reason=reason,
+                background=self.async_save,
+                sharded=self.sharded,
+                keep=self._kept_entries,
+                then=on_saved,
+            )
         except CheckpointError as error:
             if is_last:
                 raise
@@ -288,29 +292,24 @@ class Checkpoint(Callback):
                 self.max_retries,
             )
 
-    def _remove_others(self, store: CheckpointStore) -> None:
-        if self.save_last_k is None:
-            return
-        entries = store.entries()
-        kept_entries = [*entries[-self.save_last_k :], *self._best(store)]
-        if len({entry.name for entry in kept_entries}) < len(entries):
-            store.prune(kept_entries)
+    def _kept_entries(self, entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+        return entries if self.save_last_k is None else [*entries[-self.save_last_k :], *self._best(entries)]
 
     def _is_among_best(self, store: CheckpointStore, value: float) -> bool:
         assert self.monitor is not None
         if math.isnan(value):
             return False
-        best = self._best(store)
+        best = self._best(store.entries())
         if len(best) < self.save_top_k:
             return True
         worst = best[-1].metrics[self.monitor.metric]
         return value < worst if self.monitor.mode == "min" else value > worst
 
-    def _best(self, store: CheckpointStore) -> list[CheckpointEntry]:
+    def _best(self, entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
         """Return the best checkpoints, best first, among those that were saved right after an evaluation."""
-        if self.monitor is None or not any(self.monitor.metric in entry.metrics for entry in store.entries()):
+        if self.monitor is None:
             return []
-        return [entry for entry in store.ranked(*self.monitor) if entry.reason == BEST][: self.save_top_k]
+        return [entry for entry in ranked(entries, self.monitor) if entry.reason == BEST][: self.save_top_k]
 
 
 def _check_frozen_stay(run: Run) -> None:

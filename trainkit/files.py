@@ -103,14 +103,10 @@ def write_payload(part: Path, payload: dict[str, Any]) -> FileDigest:
     Raises OSError, with what was written so far in `part`.
     """
     with open(open_new(part), "wb", buffering=0) as raw:
-        file = HashedFile(raw.fileno())
-        hashing = start_thread(lambda: file.hash(part, fastest_algorithm()))
+        file = HashedFile(raw.fileno(), part)
         try:
-            try:
-                with BufferedWriter(file, _BLOCK_BYTES) as buffered:
-                    torch.save(payload, buffered)
-            finally:
-                file.end()  # or the hashing thread would wait without end
+            with BufferedWriter(file, _BLOCK_BYTES) as buffered:
+                torch.save(payload, buffered)
             # `torch.save` has seen no error, so the disk's is raised here.
             if file.error is not None:
                 raise file.error
@@ -119,8 +115,8 @@ def write_payload(part: Path, payload: dict[str, Any]) -> FileDigest:
             sync(raw.fileno())
         finally:
             # Also after an error: the thread reads the file, which the caller removes.
-            wait([hashing])
-        return hashing.result()
+            file.join()
+        return file.digest()
 
 
 def open_new(path: Path) -> int:
@@ -222,15 +218,16 @@ def fastest_algorithm() -> str:
 
 
 class HashedFile(RawIOBase):
-    """A file that another thread hashes while it is being written.
+    """A file that another thread hashes while it is being written, if it is longer than a block.
 
     The hash is computed from the file, not from the memory it came from: that memory may be gone or changed by the
     time the hashing thread gets there, and that thread must not hold up the writing one. A disk error is kept in
     `error`, because `torch.save` would replace it.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self._descriptor, self._path = descriptor, path
+        self._hashing: Future[FileDigest] | None = None
         self._changed = Condition()
         self._size = 0
         self._ended = False
@@ -255,18 +252,30 @@ class HashedFile(RawIOBase):
                     self._changed.notify()
         except OSError as error:
             self.error = error
+        # Not for a small file: the start of a thread takes longer than its hash.
+        if self._hashing is None and self._size >= _BLOCK_BYTES:
+            self._hashing = start_thread(self._hash)
         return len(view)
 
-    def end(self) -> None:
-        """Declare the file complete, so that `hash` returns."""
+    def close(self) -> None:
+        """Declare the file complete, so that the hashing thread ends; BufferedWriter calls it."""
+        super().close()
         with self._changed:
             self._ended = True
             self._changed.notify()
 
-    def hash(self, path: Path, algorithm: str) -> FileDigest:
-        """Return size and hash of the file at `path`, this one, after `end`; called in the hashing thread."""
-        hasher = _Hasher(algorithm)
-        with open(path, "rb", buffering=0) as file:
+    def join(self) -> None:
+        """Wait for the hashing thread, after `close`."""
+        if self._hashing is not None:
+            wait([self._hashing])
+
+    def digest(self) -> FileDigest:
+        """Return size and hash of the file, after `close`."""
+        return self._hash() if self._hashing is None else self._hashing.result()
+
+    def _hash(self) -> FileDigest:
+        hasher = _Hasher(fastest_algorithm())
+        with open(self._path, "rb", buffering=0) as file:
             ended = False
             while not ended:
                 with self._changed:
@@ -325,7 +334,8 @@ def file_lock(path: Path, *, timeout: float = -1) -> Iterator[OSError | None]:
     """
     if path.is_symlink():  # on which a lock cannot be had; it is not one of ours
         path.unlink(missing_ok=True)
-    lock = FileLock(path, mode=0o600, poll_interval=_POLL_SECONDS)
+    # `thread_local=False`: the thread that writes a checkpoint may release the lock that another one took.
+    lock = FileLock(path, mode=0o600, poll_interval=_POLL_SECONDS, thread_local=False)
     try:
         lock.acquire(timeout)
     except Timeout:

@@ -29,7 +29,7 @@ from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.resized_buffers import Shapes
-    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
     from trainkit.profiling import PeakMemoryTracker
     from trainkit.step_timer import StepTimer
 
@@ -74,7 +74,13 @@ class RunCheckpoints(Protocol):
     """The shapes of the buffers before the run was restored; those that training changes are listed."""
 
     def save(
-        self, *, reason: str, background: bool = False, sharded: bool = False, then: OnSaved | None = None
+        self,
+        *,
+        reason: str,
+        background: bool = False,
+        sharded: bool = False,
+        keep: Keep | None = None,
+        then: OnSaved | None = None,
     ) -> CheckpointEntry | None:
         """Write a checkpoint of the present state; collective.
 
@@ -82,6 +88,7 @@ class RunCheckpoints(Protocol):
             reason: Listed with the checkpoint.
             background: Copy the state and write it in a thread; `poll` and `wait` raise its errors.
             sharded: Each rank writes its shard, if the strategy shards the state.
+            keep: Chooses, on the main rank, the checkpoints that stay; the others are removed when this one is listed.
             then: Called on the main rank with the entry, once it is listed.
 
         Returns:
@@ -96,13 +103,14 @@ class RunCheckpoints(Protocol):
     def poll(self) -> bool:
         """Raise the error of a background save that failed, without waiting for the disk.
 
-        Returns True if a sharded save has just become complete. Collective while ranks save shards.
+        Returns True if a save has just become complete: on the main rank, or on all that saved shards. Collective while
+        they save them.
         """
 
     def wait(self) -> bool:
         """Wait for a background save, and raise its error if it failed.
 
-        Returns True if ranks were saving shards. Collective while they do.
+        Returns True as `poll` does. Collective while ranks save shards.
         """
 
     def check_savable(self) -> None:

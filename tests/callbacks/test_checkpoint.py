@@ -15,7 +15,8 @@ from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit.callback import Callback
-from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
+from trainkit.checkpoint import store as store_module
+from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import DamagedCheckpoint, NonFiniteLoss, Stopped, UserError
 from trainkit.run import Run
@@ -324,15 +325,14 @@ def test_the_end_is_not_saved_if_disabled(fit: Fit, scripted: Any, store: Checkp
 def test_an_older_checkpoint_is_kept_while_the_newer_one_is_damaged(
     fit: Fit, scripted: Any, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole_save = CheckpointStore.save
+    move = store_module.move
 
-    def damaging_save(self: CheckpointStore, *arguments: Any, **keywords: Any) -> CheckpointEntry:
-        entry = whole_save(self, *arguments, **keywords)
-        if entry.step == 12:
-            os.truncate(entry.path, entry.size // 2)
-        return entry
+    def damaging_move(part: Path, path: Path) -> None:
+        move(part, path)
+        if path.name == "step_00000012.pt":
+            os.truncate(path, path.stat().st_size // 2)
 
-    monkeypatch.setattr(CheckpointStore, "save", damaging_save)
+    monkeypatch.setattr(store_module, "move", damaging_move)
 
     with pytest.raises(DamagedCheckpoint):
         fit(scripted(), Checkpoint(every="6step"))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainkit.checkpoint import store as store_module
 from trainkit.checkpoint.serialization import check_state_dict
 from trainkit.checkpoint.store import (
     CheckpointEntry,
@@ -173,28 +174,59 @@ def test_delete_takes_only_that_checkpoint(tmp_path: Path) -> None:
     assert [entry.step for entry in store.entries()] == [0, 2]
 
 
-def test_prune_leaves_the_checkpoints_to_keep(tmp_path: Path) -> None:
+def test_save_leaves_the_checkpoints_to_keep_and_the_new_one(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0, 1.0, 2.0, 4.0])
-    store.prune([store.entries()[3], store.entries()[1]])
-    assert [entry.step for entry in store.entries()] == [1, 3]
-    assert files(tmp_path) == ["manifest.json", "step_1.pt", "step_3.pt"]
+    seen = []
+
+    def keep(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+        seen.extend(entry.step for entry in entries)
+        return [entries[3], entries[1]]
+
+    store.save(payload_of(4), name="step_4", step=4, epoch=0, keep=keep)
+    assert seen == [0, 1, 2, 3, 4]
+    assert [entry.step for entry in store.entries()] == [1, 3, 4]
+    assert files(tmp_path) == ["manifest.json", "step_1.pt", "step_3.pt", "step_4.pt"]
 
 
-def test_prune_removes_nothing_when_the_successor_is_damaged(tmp_path: Path) -> None:
+def test_save_removes_nothing_when_the_new_checkpoint_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = filled(tmp_path, [3.0, 1.0])
-    last = store.entries()[-1]
-    flip(last.path, 1000)
+    move = store_module.move
+
+    def damaging(part: Path, path: Path) -> None:
+        move(part, path)
+        flip(path, 1000)
+
+    monkeypatch.setattr(store_module, "move", damaging)
     with pytest.raises(DamagedCheckpoint):
-        store.prune([last])
+        store.save(payload_of(2), name="step_2", step=2, epoch=0, keep=lambda entries: entries[-1:])
     assert files(tmp_path) == ["manifest.json", "step_0.pt", "step_1.pt"]
-    assert store.load_last().entry.step == 0
+    assert store.load_last().entry.step == 1
 
 
-def test_prune_that_would_keep_nothing_is_refused(tmp_path: Path) -> None:
+def test_save_that_keeps_one_checkpoint_takes_one_lock_and_writes_one_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = filled(tmp_path, [3.0])
-    with pytest.raises(ValueError, match="at least one"):
-        store.prune([])
-    assert len(store.entries()) == 1
+    calls = []
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            calls.append(name)
+            return function(*arguments, **settings)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(store_module, "only_writer")
+    counted(store_module, "write_manifest")
+    counted(os, "fsync")
+    store.save(payload_of(1), name="step_1", step=1, epoch=0, keep=lambda entries: entries[-1:])
+    # The file, its name, the manifest, its name.
+    assert calls == ["only_writer", "fsync", "fsync", "write_manifest", "fsync", "fsync"]
+    assert [entry.step for entry in store.entries()] == [1]
 
 
 def test_saving_again_under_a_name_keeps_the_earlier_one_until_the_new_one_is_verified(

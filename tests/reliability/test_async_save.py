@@ -12,9 +12,10 @@ from trainkit.callbacks.checkpoint import Checkpoint
 
 from tests.tasks import Regression, assert_same_bits, regression_data
 from trainkit import Callback, Data, Trainer
-from trainkit.checkpoint.async_writer import AsyncWriter
+from trainkit.checkpoint.background_save import CpuSnapshot
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
 from trainkit.errors import CheckpointError
+from trainkit.loops.checkpointer import Checkpointer
 
 
 class Weights(Callback):
@@ -175,17 +176,60 @@ def test_a_run_resumed_from_a_background_save_is_bit_equal(make_trainer):
 
 def test_memory_for_the_first_save_is_ready_before_it(make_trainer, monkeypatch):
     ready: list[set[str]] = []
-    save = AsyncWriter.save
+    take = CpuSnapshot.take
 
-    def noted(self: AsyncWriter, payload: Any, **settings: Any) -> None:
-        self.wait()
-        ready.append(set(self._snapshot._buffers))
-        save(self, payload, **settings)
+    def noted(self: CpuSnapshot, *state: Any) -> dict[str, Any]:
+        ready.append(set(self._buffers))
+        return take(self, *state)
 
-    monkeypatch.setattr(AsyncWriter, "save", noted)
+    monkeypatch.setattr(CpuSnapshot, "take", noted)
     trainer = make_trainer(callbacks=[Checkpoint(every="4step", async_save=True)], max_duration="4step")
     trainer.fit(Regression(momentum), data())
     assert {"task.network.0.weight", "optimizer.state.0.momentum_buffer"} <= ready[0]
+
+
+def test_one_save_at_most_is_in_flight(make_trainer, monkeypatch):
+    running: list[int] = []
+
+    def noted(step: int) -> None:
+        running.append(sum(thread.name.startswith("checkpoint-") for thread in threading.enumerate()))
+        time.sleep(0.05)
+
+    slowly(monkeypatch, noted)
+    trainer = make_trainer(callbacks=[SaveAt(step) for step in range(2, 7)], max_duration="8step")
+    trainer.fit(Regression(momentum), data())
+    assert running == [1] * 5
+    store = CheckpointStore(trainer.run_dir / "checkpoints")
+    assert [entry.step for entry in store.entries()] == [2, 3, 4, 5, 6]
+
+
+def test_an_error_of_the_writer_is_raised_by_the_next_save(make_trainer, monkeypatch):
+    def full(step: int) -> None:
+        if step == 2:
+            raise CheckpointError("the disk is full")
+
+    slowly(monkeypatch, full)
+    weights = Weights()
+    trainer = make_trainer(callbacks=[weights, SaveAt(2), SaveAt(4)], max_duration="8step")
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer.fit(Regression(momentum), data())
+    assert weights.last == 4
+
+
+def test_a_save_that_failed_is_tried_again_once(make_trainer, monkeypatch):
+    save, failures = Checkpointer.save, [CheckpointError("no room")]
+
+    def refuse_the_first(self: Checkpointer, **settings: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return save(self, **settings)
+
+    monkeypatch.setattr(Checkpointer, "save", refuse_the_first)
+    slowly(monkeypatch, lambda step: time.sleep(0.2))
+    checkpoint = Checkpoint(every="4step", async_save=True, save_last_k=None, retry_every="1step")
+    trainer = make_trainer(callbacks=[checkpoint], max_duration="10step")
+    trainer.fit(Regression(momentum), data())
+    assert [(step, reason) for step, reason, _ in entries(trainer)] == [(5, "retry"), (8, "interval"), (10, "end")]
 
 
 def test_no_thread_outlives_a_run(make_trainer):

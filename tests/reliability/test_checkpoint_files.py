@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,8 +19,8 @@ import pytest
 import torch
 
 from tests.program import Program
-from trainkit.checkpoint.async_writer import AsyncWriter
-from trainkit.checkpoint.store import CheckpointStore, load_from
+from trainkit.checkpoint.background_save import CpuSnapshot, save_copy
+from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, load_from
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "16"))
@@ -199,8 +198,8 @@ def test_full_disk_raises_and_earlier_checkpoints_are_intact(tmp_path: Path, sma
     assert sorted(os.listdir(store.folder)) == ["manifest.json", "step_0.pt", "step_1.pt"]
     loaded = store.load_last()
     assert loaded.skipped == [] and loaded.entry.step == 1 and is_whole(loaded.payload)
-    # Retention makes room, as the message says.
-    store.prune([loaded.entry])
+    # Room is made, as the message says.
+    store.delete(store.entries()[0])
     store.save(payload_of(2), name="step_2", step=2, epoch=0)
     assert store.load_last().entry.step == 2
 
@@ -222,11 +221,10 @@ def test_disk_that_is_full_to_the_last_byte_keeps_its_manifest(small_disk: Path)
 
 def test_full_disk_reaches_the_caller_of_a_background_save(small_disk: Path) -> None:
     store = CheckpointStore(small_disk)
-    writer = AsyncWriter(store)
+    snapshot = CpuSnapshot()
     with pytest.raises(CheckpointError, match="No space left"):
         for step in range(10):
-            writer.save(payload_of(step), name=f"step_{step}", step=step, epoch=0)
-    writer.close()
+            save_copy(store, payload_of(step), snapshot, name=f"step_{step}", step=step, epoch=0).wait()
     assert is_whole(store.load_last().payload)
 
 
@@ -290,30 +288,27 @@ def serve() -> None:
             print((["-1", *steps.read().split()])[-1], flush=True)
 
 
+def last_two(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
+    return entries[-2:]
+
+
 def save_for_ever(folder: Path, first: int, _: float, acknowledge: int) -> None:
     store = CheckpointStore(folder)
     os.write(acknowledge, b"\n")
     for step in itertools.count(first):
-        entry = store.save(payload_of(step), name=f"step_{step}", step=step, epoch=0)
+        entry = store.save(payload_of(step), name=f"step_{step}", step=step, epoch=0, keep=last_two)
         os.write(acknowledge, f"{step}\n".encode())
-        store.prune(store.entries()[-2:])
         assert entry == store.last()
 
 
 def save_for_ever_in_the_background(folder: Path, first: int, _: float, acknowledge: int) -> None:
     store = CheckpointStore(folder)
     os.write(acknowledge, b"\n")
-    with closing(AsyncWriter(store)) as writer:
-        for step in itertools.count(first):
-            writer.save(
-                payload_of(step),
-                name=f"step_{step}",
-                step=step,
-                epoch=0,
-                then=lambda _: store.prune(store.entries()[-2:]),
-            )
-            if step > first:
-                os.write(acknowledge, f"{step - 1}\n".encode())
+    snapshot = CpuSnapshot()
+    for step in itertools.count(first):
+        save = save_copy(store, payload_of(step), snapshot, name=f"step_{step}", step=step, epoch=0, keep=last_two)
+        save.wait()
+        os.write(acknowledge, f"{step}\n".encode())
 
 
 def save_once(
@@ -335,9 +330,8 @@ def save_once(
     for function in ("write", "fsync", "replace", "unlink", "rename"):
         setattr(os, function, counted(getattr(os, function)))
     written = os.write
-    store.save(payload, name=name, step=step, epoch=0)
-    if prune:
-        store.prune(store.entries()[-1:])
+    keep = (lambda entries: entries[-1:]) if prune else None
+    store.save(payload, name=name, step=step, epoch=0, keep=keep)
     written(acknowledge, f"{step}\n".encode())
 
 

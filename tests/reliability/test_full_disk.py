@@ -15,8 +15,8 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.single import SingleStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.checkpoint.background_save import CpuSnapshot, save_shards
 from trainkit.checkpoint.serialization import Labels
-from trainkit.checkpoint.sharded_save import ShardedWriter, save_sharded
 from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError, UserError
@@ -59,12 +59,10 @@ def test_full_disk_of_a_shard_names_what_is_needed_and_free(small_disk: Path) ->
         rf"process 0 could not write its shard: {store.folder}: No space left on device\. "
         r"It needs about 12,582,912 bytes, [\d,]+ are free there\. Make room .* Earlier checkpoints are intact"
     )
-    with pytest.raises(CheckpointError, match=message):
-        save_sharded(store, {}, [shard], comm=comm, **labels)
-    writer = ShardedWriter(store, comm)
-    writer.save({}, [shard], **labels)
-    with pytest.raises(CheckpointError, match=message):
-        writer.finish()
+    for snapshot in (None, CpuSnapshot()):
+        save = save_shards(store, {}, [shard], comm=comm, snapshot=snapshot, **labels)
+        with pytest.raises(CheckpointError, match=message):
+            save.wait()
     assert list(store.folder.iterdir()) == []
 
 

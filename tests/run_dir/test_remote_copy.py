@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from hashlib import new as new_hash
 from pathlib import Path
 from threading import Event
@@ -21,6 +22,7 @@ from trainkit import Callback, Data, Strategy, Trainer, UserError, session
 from trainkit.checkpoint.store import CheckpointStore, load_from, resolve
 from trainkit.distributed.collectives import Collectives
 from trainkit.run_dir import remote_copy
+from trainkit.run_dir.remote_copy import RemoteCopy
 from trainkit.run_dir.remote_run import RemoteRun, fetch
 from trainkit.testing import run_ranks
 
@@ -215,6 +217,31 @@ def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_copied(monkeypatch, c
     assert "cannot be written to" not in caplog.text
 
 
+def test_a_checkpoint_that_is_pruned_before_it_is_copied_is_not_missed(monkeypatch, caplog):
+    linking, pruned = Event(), Event()
+    link = RemoteCopy._link
+
+    def later(self, name, target):
+        linking.set()
+        assert pruned.wait(600)
+        return link(self, name, target)
+
+    monkeypatch.setattr(RemoteCopy, "_link", later)
+
+    class Order(Callback):
+        def on_step_end(self, run):
+            if run.state.step == 3:
+                assert linking.wait(600)
+            if run.state.step == 5:
+                assert not (run.run_dir / "checkpoints" / "step_00000002.pt").exists()
+                pruned.set()
+
+    fit(6, more=[Order()])
+    assert [entry["step"] for entry in listed(files_at())] == [6]
+    assert_whole(files_at())
+    assert "cannot be written to" not in caplog.text
+
+
 def failing(monkeypatch, times):
     """Make the store refuse uploads a number of times."""
     left = [times]
@@ -284,6 +311,27 @@ def test_a_store_that_takes_files_and_no_manifest_gets_each_file_once_and_is_giv
     fit(4, every="2step", save_last_k=None, more=[Wait()])
     assert sum(target.endswith("00000004.pt") for target in copied) == 1
     assert "lacks checkpoints/manifest.json: PermissionError: no manifest" in caplog.messages[-1]
+
+
+def test_a_store_that_takes_bytes_and_no_file_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr(remote_copy, "_PATIENCE_SECONDS", 0.5)
+    put_file, tries = MemoryFileSystem.put_file, [20]
+
+    def break_off(self, source, target, callback, **options):
+        for _ in range(20):
+            time.sleep(0.01)
+            callback.relative_update(1)
+        tries[0] -= 1
+        if tries[0] > 0:
+            raise ConnectionError("the connection is lost")
+        return put_file(self, source, target, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", break_off)
+    monkeypatch.setattr(remote_copy, "_LONGEST_WAIT", 0.01)
+    fit(2)
+    assert tries[0] > 0
+    assert "lacks checkpoints/step_00000002.pt" in caplog.messages[-1]
+    assert "ConnectionError: the connection is lost" in caplog.messages[-1]
 
 
 def test_files_of_a_checkpoint_that_was_never_listed_are_removed_with_it(monkeypatch):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.sharded_state import StoredTensor, in_memory
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, same_errors
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 from trainkit.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
 
@@ -165,19 +165,6 @@ def read_checkpoint(path: Path, saved: FileDigest | None, comm: Collectives) -> 
     with same_errors(comm):
         load_shards(content, shards_folder(path), shards)
     return content
-
-
-@contextmanager
-def same_errors(comm: Collectives) -> Iterator[None]:
-    """Raise on every process the first one's CheckpointError, if there is any; collective at the end of the block."""
-    local_error: CheckpointError | None = None
-    try:
-        yield
-    except CheckpointError as error:
-        local_error = error
-    for first in comm.all_gather_object(local_error):
-        if first is not None:  # the same one, as each decides by it if an earlier checkpoint is loaded
-            raise first
 
 
 def check_header(header: Mapping[str, Any]) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from trainkit.checkpoint.sharded_state import PLACE, StoredChunk, StoredTensor, TensorShard, replace_placeholders
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, same_errors
 from trainkit.errors import CheckpointError, DamagedCheckpoint
 from trainkit.files import ShardFile, disk_error_in, disk_error_text, fastest_algorithm, file_digest, first_line
-
-T = TypeVar("T")
 
 _ALLOWED = {  # classes and functions that `.metadata` may name
     "torch": {"Size", "device"},
@@ -75,27 +74,36 @@ class ShardWriter:
         self._writer.set_up_storage_writer(comm.is_main)
         # Each process makes the global plan by itself, from the plans of all: torch's coordinator would have to
         # broadcast it.
-        plans = check_all_ranks(comm, lambda: self._writer.prepare_local_plan(self._planner.create_local_plan()))
-        plans, self._metadata = self._planner.create_global_plan(plans)
+        with same_errors(comm), self._errors_named():
+            plan = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        plans, self._metadata = self._planner.create_global_plan(comm.all_gather_object(plan))
         self._plan = self._planner.finish_plan(self._writer.prepare_global_plan(plans)[comm.process])
 
     def write(self) -> ShardResult:
         """Write this process's shards to files, on the disk afterwards; may be called in any thread."""
-        try:
+        with self._errors_named():
             # Without a collective, so that a background thread may call it.
             results = self._writer.write_data(self._plan, self._planner).wait()
-        except Exception as error:
-            refused = disk_error_in(error)  # which torch may have replaced
-            if refused is None:
-                raise
-            why = disk_error_text(refused, self.folder, needed=self._planner.num_bytes)
-            raise CheckpointError(f"{self.folder.parent}: {why}") from error
-        return ShardResult(results, _shard_files(self.folder, f"__{self._process}_*"))
+            return ShardResult(results, _shard_files(self.folder, f"__{self._process}_*"))
 
     def finish(self, results: Sequence[ShardResult]) -> list[ShardFile]:
         """Write `.metadata` on the main process, from the results of all processes; return all files."""
         self._writer.finish(self._metadata, [result.results for result in results])
         return [*(file for result in results for file in result.files), *_shard_files(self.folder, ".metadata")]
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """Replace an error by a CheckpointError that names this process."""
+        try:
+            yield
+        except Exception as error:
+            why, refused = f"{type(error).__name__}: {error}", disk_error_in(error)  # which torch may have replaced
+            if refused is not None:
+                why = disk_error_text(refused, self.folder, needed=self._planner.num_bytes)
+                why = f"{self.folder.parent}: {why}"
+            raise CheckpointError(
+                f"process {self._process} could not write its shard: {why.rstrip('.')}. Earlier checkpoints are intact."
+            ) from error
 
 
 def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFile]) -> None:
@@ -147,34 +155,6 @@ def _chunks(metadata: Metadata, name: str, numel: int, *, folder: Path, sizes: M
     if position != numel:
         raise ValueError(f"it has {position:,} elements of {name}, which has {numel:,}")
     return chunks
-
-
-def capture_error(work: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result of the work, or its error as text, for the other processes."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error_text(error)
-
-
-def error_text(error: BaseException) -> str:
-    """Return an error in words."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def check_all_ranks(comm: Collectives, work: Callable[[], T]) -> list[T]:
-    """Return the results of all processes' work; raises CheckpointError on every process if one failed. Collective."""
-    results: list[Any] = []
-    for process, (result, error) in enumerate(comm.all_gather_object(capture_error(work))):
-        if error is not None:
-            raise CheckpointError(shard_error(process, error))
-        results.append(result)
-    return results
-
-
-def shard_error(process: int, error: str) -> str:
-    """Return the message for a process that could not write its shard."""
-    return f"process {process} could not write its shard: {error.rstrip('.')}. Earlier checkpoints are intact."
 
 
 def _shard_files(folder: Path, pattern: str) -> list[ShardFile]:

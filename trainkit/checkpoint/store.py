@@ -8,10 +8,19 @@
         .step_300.pt.part       a save in progress, or one that was killed: removed by the next save
         .step_100.pt.unlisted   marks step_100.pt for removal unless the manifest lists it
 
-A file is written under its temporary name, flushed to the disk and renamed before the manifest lists it, and is taken
-from the manifest before it is removed. So the manifest never lists a file that is incomplete, and a file that it does
-not list is never chosen. A manifest that is lost or damaged is rebuilt from the files whose own checksums (CRC-32) are
-right; reading never writes, so the rebuilt manifest is written by the next save.
+A save is one change of the manifest under one lock, though it may remove other checkpoints too:
+
+    1. write the file under its temporary name, fsync it
+    2. rename it, fsync the folder
+    3. read it back, if another checkpoint is to be removed
+    4. write the manifest under its temporary name, fsync it
+    5. rename it, fsync the folder
+    6. remove the files that it does not list
+
+A file is complete and on the disk under its name before the manifest lists it, and is taken from the manifest before
+it is removed. So the manifest never lists a file that is incomplete, and a file that it does not list is never chosen.
+A manifest that is lost or damaged is rebuilt from the files whose own checksums (CRC-32) are right; reading never
+writes, so the rebuilt manifest is written by the next save.
 """
 
 from __future__ import annotations
@@ -20,7 +29,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -40,14 +49,13 @@ from trainkit.checkpoint.serialization import (
     open_file,
     payload_bytes,
     read_checkpoint,
-    same_errors,
     shards_folder,
     too_new,
     verify_file,
     verify_shards,
     with_metadata,
 )
-from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.collectives import Collectives, same_errors
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, nearest
 from trainkit.files import (
     PART,
@@ -117,8 +125,10 @@ class CheckpointEntry:
         return CheckpointEntry(**{key: values[key] for key in CheckpointEntry.__dataclass_fields__ if key in values})
 
 
+Keep = Callable[[list[CheckpointEntry]], Iterable[CheckpointEntry]]
+"""Returns those to keep of the checkpoints of a store, in the order of saving; the new one is the last, and stays."""
 OnSaved = Callable[[CheckpointEntry], object]
-"""Called with the entry of a checkpoint once it is listed, for example to prune."""
+"""Called with the entry of a checkpoint once it is listed."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +162,17 @@ class CheckpointStore:
 
     # ---- Saving
 
-    def save(self, payload: dict[str, Any], **labels: Unpack[Labels]) -> CheckpointEntry:
-        """Write the payload to the disk and list it; an earlier checkpoint of the same name is then removed.
+    def save(self, payload: dict[str, Any], *, keep: Keep | None = None, **labels: Unpack[Labels]) -> CheckpointEntry:
+        """Write the payload to the disk, and list it instead of those that `keep` leaves out, which are then removed.
 
-        Raises UserError for a payload that could not be read back, and CheckpointError if the disk refuses it; earlier
-        checkpoints are intact then.
+        An earlier checkpoint of the same name is removed in any case. Before any is, the new file is verified.
+
+        Raises UserError for a payload that could not be read back, CheckpointError if the disk refuses it, and
+        DamagedCheckpoint if the disk has not kept what was written; earlier checkpoints are intact then.
         """
         content = with_metadata(payload, labels)
         with self._locked(labels["name"], content):
-            return self._save(content)
+            return self._save(content, keep=keep)
 
     @contextmanager
     def shard_folder(self, name: str) -> Iterator[Path]:
@@ -171,41 +183,38 @@ class CheckpointStore:
             # Under a temporary name: a kill before the checkpoint is listed leaves what the next sweep removes.
             folder = part_of(shards_folder(_free_path(self.folder, name)))
             folder.mkdir()
-            with _sweep_after_failure(self.folder, listed):
+            try:
                 yield folder
+            finally:
+                _sweep_again(self.folder, listed)
 
     def register_shards(
-        self, payload: dict[str, Any], folder: Path, shards: Iterable[ShardFile], **labels: Unpack[Labels]
+        self,
+        payload: dict[str, Any],
+        folder: Path,
+        shards: Iterable[ShardFile],
+        *,
+        keep: Keep | None = None,
+        **labels: Unpack[Labels],
     ) -> CheckpointEntry:
-        """Write the payload and list it with the shards in the folder of `shard_folder`, inside that context."""
+        """Save the payload with the shards in the folder of `shard_folder`, inside that context."""
         content = with_metadata(payload, labels)
         content[HEADER]["shards"] = [shard._asdict() for shard in shards]
         with self._disk_error_message(labels["name"], content):
-            return self._save(content, shards=folder)
+            return self._save(content, keep=keep, shards=folder)
 
     def delete(self, entry: CheckpointEntry) -> None:
         """Take the checkpoint from the manifest, then remove its file."""
-        self._keep(lambda entries: [other for other in entries if other.path.name != entry.path.name])
-
-    def prune(self, keep: Iterable[CheckpointEntry]) -> None:
-        """Remove all checkpoints except those to keep, once the latest of these is verified.
-
-        Raises DamagedCheckpoint, with nothing removed, if the latest one to keep is damaged.
-        """
-        names = {entry.path.name for entry in keep}
-
-        def verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
-            kept_entries = [entry for entry in entries if entry.path.name in names]
-            if not kept_entries:
-                raise ValueError(
-                    f"prune must keep at least one of the checkpoints in {self.folder}, got {sorted(names)}"
-                )
-            # Before anything is removed: the one that stays must be readable when the others are gone.
-            if len(kept_entries) < len(entries):
-                self.verify(kept_entries[-1])
-            return kept_entries
-
-        self._keep(verified)
+        try:
+            with only_writer(self.folder):
+                manifest = _read_manifest(self.folder)
+                others = [other for other in manifest.entries if other.path.name != entry.path.name]
+                if len(others) < len(manifest.entries):
+                    self._list(others, instead_of=manifest)
+        except OSError as error:
+            raise CheckpointError(
+                f"The checkpoints in {self.folder} cannot be changed: {reason(error)}. All of them are still usable."
+            ) from error
 
     # ---- Choosing
 
@@ -237,10 +246,7 @@ class CheckpointStore:
                 f"No checkpoint in {self.folder} has the metric '{metric}'.{nearest(metric, metric_names)} "
                 f"There are: {', '.join(metric_names)}."
             )
-        sign = 1.0 if mode == "min" else -1.0
-        # `sorted` is stable, so of equal values the later comes first.
-        latest_first = [entry for entry in reversed(entries) if not math.isnan(entry.metrics.get(metric, math.nan))]
-        return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
+        return ranked(entries, Monitor(metric, mode))
 
     def monitor(self) -> Monitor:
         """Return the metric by which the best checkpoint is chosen; raises CheckpointError if there is none."""
@@ -318,7 +324,7 @@ class CheckpointStore:
             intact = " The checkpoints saved earlier are intact." if self.folder.exists() else ""
             raise CheckpointError(f"Checkpoint '{name}' could not be saved in {self.folder}: {why}{intact}") from error
 
-    def _save(self, content: dict[str, Any], *, shards: Path | None = None) -> CheckpointEntry:
+    def _save(self, content: dict[str, Any], *, keep: Keep | None, shards: Path | None = None) -> CheckpointEntry:
         """Write, rename, list: a kill in between relies on this order."""
         manifest = _read_manifest(self.folder)
         # With shards the sweep was made before their folder, which it would remove.
@@ -328,6 +334,7 @@ class CheckpointStore:
         # An order of saving that no clock can change; it is in the file too, for a manifest that is lost.
         content[HEADER]["number"] = 1 + max((entry.number for entry in manifest.entries), default=0)
         with _sweep_after_failure(self.folder, manifest.entries):
+            # Synced before the rename: if its name reached the disk first, a power cut would leave it empty.
             written = write_payload(part_of(path), content)
             # Before the rename: a kill between rename and manifest leaves a complete file, which must not be taken for
             # a listed one when a lost manifest is rebuilt.
@@ -336,27 +343,19 @@ class CheckpointStore:
                 # The names of the shards must be on the disk before the file that needs them has its name.
                 sync_folder(shards)
                 move(shards, shards_folder(path))
+            # With its own sync of the folder, before the manifest's: POSIX promises no order of two renames, and a
+            # manifest that reaches the disk before the file's name would list what a power cut has taken.
             move(part_of(path), path)
             entry = CheckpointEntry.of(path, content[HEADER], **written._asdict())
-            kept_entries = [earlier for earlier in manifest.entries if earlier.name != entry.name]
-            # An earlier checkpoint of the same name is about to be removed: first see that the new one can be read.
-            if len(kept_entries) < len(manifest.entries):
+            earlier_entries = [earlier for earlier in manifest.entries if earlier.name != entry.name]
+            if keep is not None:
+                kept_names = {kept.path.name for kept in keep([*earlier_entries, entry])}
+                earlier_entries = [earlier for earlier in earlier_entries if earlier.path.name in kept_names]
+            # Before anything is removed: the one that stays must be readable when the others are gone.
+            if len(earlier_entries) < len(manifest.entries):
                 self.verify(entry)
-            self._list([*kept_entries, entry], instead_of=manifest)
+            self._list([*earlier_entries, entry], instead_of=manifest)
             return entry
-
-    def _keep(self, choose: Callable[[list[CheckpointEntry]], list[CheckpointEntry]]) -> None:
-        """Reduce the manifest to the chosen entries, then remove the files of the others."""
-        try:
-            with only_writer(self.folder):
-                manifest = _read_manifest(self.folder)
-                kept_entries = choose(manifest.entries)
-                if len(kept_entries) < len(manifest.entries):
-                    self._list(kept_entries, instead_of=manifest)
-        except OSError as error:
-            raise CheckpointError(
-                f"The checkpoints in {self.folder} cannot be changed: {reason(error)}. All of them are still usable."
-            ) from error
 
     def _list(self, entries: list[CheckpointEntry], *, instead_of: Manifest) -> None:
         """Replace the manifest, and remove the files that it does not list any more."""
@@ -365,9 +364,19 @@ class CheckpointStore:
                 # Before the manifest: a kill after it leaves a marked file, which the next sweep removes.
                 if entry not in entries:
                     _unlisted_marker(entry.path).touch()
+            # Synced twice: its bytes, or a power cut could leave its name on an empty file, and the folder, or the
+            # earlier manifest could come back and list files that are removed below.
             write_manifest(self.folder, Manifest(entries, self._monitor or instead_of.monitor))
-        # Last: no file is removed before a manifest without it is on the disk.
+        # Last, and never synced: a file that comes back after a power cut is not listed, and only takes up room.
         _sweep(self.folder, entries)
+
+
+def ranked(entries: Sequence[CheckpointEntry], monitor: Monitor) -> list[CheckpointEntry]:
+    """Return the entries that have a value of the metric, not NaN, best first, the later of equals first."""
+    metric, sign = monitor.metric, 1.0 if monitor.mode == "min" else -1.0
+    # `sorted` is stable, so of equal values the later comes first.
+    latest_first = [entry for entry in reversed(entries) if not math.isnan(entry.metrics.get(metric, math.nan))]
+    return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
 
 
 def load_from(path: Path | str, comm: Collectives = _ALONE) -> LoadedCheckpoint:
@@ -572,12 +581,16 @@ def _sweep_after_failure(folder: Path, listed: list[CheckpointEntry]) -> Iterato
     try:
         yield
     except BaseException:
-        with suppress(OSError, *DAMAGED_TEXT):
-            listed = parse_manifest(folder).entries
-        # The error of the block is the one to raise; the next save sweeps again.
-        with suppress(OSError):
-            _sweep(folder, listed)
+        _sweep_again(folder, listed)
         raise
+
+
+def _sweep_again(folder: Path, listed: list[CheckpointEntry]) -> None:
+    with suppress(OSError, *DAMAGED_TEXT):
+        listed = parse_manifest(folder).entries
+    # What failed before is the error to raise; the next save sweeps again.
+    with suppress(OSError):
+        _sweep(folder, listed)
 
 
 def _unlisted_marker(path: Path) -> Path:

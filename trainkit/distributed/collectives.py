@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, this_host
+from trainkit.errors import UserError
 from trainkit.tree import concatenate
 
 T = TypeVar("T")
@@ -320,6 +321,20 @@ class StopConsensus:
         self._result = torch.tensor([int(requested), wanted, int(1000 * training_seconds)], device=self.device)
         # Without a wait: the next steps overlap it. The attributes keep the tensor alive until the result is read.
         self._work = dist.all_reduce(self._result, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+
+@contextmanager
+def same_errors(comm: Collectives) -> Iterator[None]:
+    """Raise on every process the first one's UserError, if there is any; collective at the end of the block."""
+    local_error: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        local_error = error
+    # Without the error the other processes would go on, and wait forever in their next collective.
+    for first in comm.all_gather_object(local_error):
+        if first is not None:  # the same one, as each decides by it if an earlier checkpoint is loaded
+            raise first
 
 
 def has_host_backend(group: dist.ProcessGroup) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainkit.checkpoint.resized_buffers import RESIZED, Shapes, resize_buffers, resized_names, without_custom_loading
+from trainkit.distributed.collectives import same_errors
 from trainkit.errors import CheckpointError, UserError
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import PhaseOptimizer
@@ -20,11 +21,10 @@ from trainkit.run import Run, RunCallback
 from trainkit.strategy import PlacesRanks, SupportsShardedState
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.async_writer import AsyncWriter
+    from trainkit.checkpoint.background_save import BackgroundSave, CpuSnapshot
     from trainkit.checkpoint.serialization import Labels
-    from trainkit.checkpoint.sharded_save import ShardedWriter
     from trainkit.checkpoint.sharded_state import ShardedState
-    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, OnSaved
+    from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class Checkpointer:
     def __init__(self, run: Run, *, resume_optimizer: ResumeOptimizer = "configured") -> None:
         """`resume_optimizer`: the settings of optimizers that count if those that were saved differ."""
         self._run = run
-        self._writer: AsyncWriter | None = None
-        self._sharded_writer: ShardedWriter | None = None
+        self._background: BackgroundSave | None = None  # on every rank while they save shards, else on the main one
+        self._snapshot: CpuSnapshot | None = None  # what is saved in the background
         self._resume_optimizer = resume_optimizer
         self.store: CheckpointStore | None = None
         if run.run_dir is not None:
@@ -51,7 +51,13 @@ class Checkpointer:
     # ---- Saving
 
     def save(
-        self, *, reason: str, background: bool = False, sharded: bool = False, then: OnSaved | None = None
+        self,
+        *,
+        reason: str,
+        background: bool = False,
+        sharded: bool = False,
+        keep: Keep | None = None,
+        then: OnSaved | None = None,
     ) -> CheckpointEntry | None:
         run = self._run
         # Collective: the policy for losses and the comparison of replicas may raise here, before anything is written.
@@ -59,13 +65,16 @@ class Checkpointer:
             return None
         run.check_folder()
         self._warn_of_unsaved_state()
-        # Until a sharded save is listed the main process holds the lock of the folder, and only polls of all ranks move
-        # the save on: a second one would wait for that lock until it times out.
-        self._wait_for_shards()
+        with same_errors(run.strategy.comm):
+            # One at a time: an earlier save holds the lock of the folder, for which this one would wait until it times
+            # out, and the memory of the copies. Its error must not be lost under this one's.
+            self.wait()
         with run.optimizers_in_evaluation():  # a resume brings back the weights to train, from the optimizer's state
-            return self._save(reason=reason, background=background, sharded=sharded, then=then)
+            return self._save(reason=reason, background=background, sharded=sharded, keep=keep, then=then)
 
-    def _save(self, *, reason: str, background: bool, sharded: bool, then: OnSaved | None) -> CheckpointEntry | None:
+    def _save(
+        self, *, reason: str, background: bool, sharded: bool, keep: Keep | None, then: OnSaved | None
+    ) -> CheckpointEntry | None:
         run, state = self._run, self._run.state
         assert self.store is not None
         shards = self._shards() if sharded else None
@@ -74,15 +83,24 @@ class Checkpointer:
         name, metrics = f"step_{state.step:08d}", run.metrics_of_this_step()
         labels: Labels = {"name": name, "step": state.step, "epoch": state.epoch, "metrics": metrics, "reason": reason}
         if shards is None:
-            return self._save_on_main(self.store, payload, background=background, then=then, labels=labels)
-        if not background:
-            from trainkit.checkpoint.sharded_save import save_sharded
+            return self._save_on_main(payload, background=background, keep=keep, then=then, labels=labels)
+        from trainkit.checkpoint.background_save import save_shards
 
-            return save_sharded(self.store, payload, shards.shards, comm=run.strategy.comm, then=then, **labels)
-        # For an unsharded save too: its thread holds the folder's lock, for which the main process would wait.
-        self.wait()
-        self._shard_writer(self.store).save(payload, shards.shards, then=then, **labels)
-        return None
+        # Without a background too, as a save that is waited for at once.
+        self._background = save_shards(
+            self.store,
+            payload,
+            shards.shards,
+            comm=run.strategy.comm,
+            snapshot=self._cpu_snapshot() if background else None,
+            keep=keep,
+            then=then,
+            **labels,
+        )
+        if background:
+            return None
+        self._background.wait()
+        return self._background.entry
 
     def _warn_of_unsaved_state(self) -> None:
         """Warn once of state that steps leave for the next one where no checkpoint has it."""
@@ -98,32 +116,28 @@ class Checkpointer:
     def prepare(self, *, sharded: bool = False) -> None:
         if self.store is None:
             return
+        self.wait()  # the memory may be in use
         shards = self._shards() if sharded else None
         if shards is not None:
-            self._shard_writer(self.store).prepare(shards.shards)
+            self._cpu_snapshot().reserve({}, shards.shards)
             return
         payload = self._task_and_optimizers()  # collective, so not on the main rank alone
         if self._run.strategy.comm.is_main:
-            self._async_writer(self.store).prepare(payload)
+            self._cpu_snapshot().reserve(payload)
 
     def poll(self) -> bool:
-        if self._writer is not None:
-            self._writer.check()
-        return self._sharded_writer is not None and self._sharded_writer.check()
+        return self._background is not None and self._background.poll()
 
     def wait(self) -> bool:
-        if self._writer is not None:
-            self._writer.wait()
-        return self._wait_for_shards()
+        return self._background is not None and self._background.wait()
 
     def close(self) -> None:
         try:
-            if self._writer is not None:
-                self._writer.close()
+            if self._background is not None:
+                self._background.close()
         finally:
-            # Also if the other writer raises: the lock of an unfinished save must be released and its shards removed.
-            if self._sharded_writer is not None:
-                self._sharded_writer.close()
+            if self._snapshot is not None:
+                self._snapshot.close()
 
     # ---- Restoring
 
@@ -229,7 +243,7 @@ class Checkpointer:
 
     def load_weights(self, payload: dict[str, Any], *, where: str, to_evaluate: bool = False) -> None:
         from trainkit.checkpoint.frozen_weights import FROZEN, check_frozen, completed
-        from trainkit.checkpoint.serialization import check_state_dict, same_errors, saved_weights
+        from trainkit.checkpoint.serialization import check_state_dict, saved_weights
 
         task, strategy = self._run.task, self._run.strategy
         # keep_vars: without it torch detaches each parameter, which a guarded shard of fsdp refuses.
@@ -364,48 +378,30 @@ class Checkpointer:
         return f"{type(strategy).__name__} {self._run.plan!r}{places}"
 
     def _save_on_main(
-        self, store: CheckpointStore, payload: dict[str, Any], *, background: bool, then: OnSaved | None, labels: Labels
+        self, payload: dict[str, Any], *, background: bool, keep: Keep | None, then: OnSaved | None, labels: Labels
     ) -> CheckpointEntry | None:
         """Write the payload on the main rank, and raise its UserError on every rank; collective."""
-        comm = self._run.strategy.comm
-        entry: CheckpointEntry | None = None
-        failure: UserError | None = None
-        if comm.is_main:
-            try:
-                # A save in the background may have failed: its error must not be lost under this one's.
-                if self._writer is not None:
-                    self._writer.wait()
-                if background:
-                    self._async_writer(store).save(payload, then=then, **labels)
-                else:
-                    entry = store.save(payload, **labels)
-                    if then is not None:
-                        then(entry)
-            except UserError as error:
-                failure = error
-        # The other ranks wait here for the main one. Without its error they would train on, and wait forever in their
-        # next collective.
-        failure = comm.broadcast_object(failure)
-        if failure is not None:
-            raise failure
+        assert self.store is not None
+        comm, entry = self._run.strategy.comm, None
+        # The other ranks wait here for the main one.
+        with same_errors(comm):
+            if comm.is_main and background:
+                from trainkit.checkpoint.background_save import save_copy
+
+                snapshot = self._cpu_snapshot()
+                self._background = save_copy(self.store, payload, snapshot, keep=keep, then=then, **labels)
+            elif comm.is_main:
+                entry = self.store.save(payload, keep=keep, **labels)
+                if then is not None:
+                    then(entry)
         return entry
 
-    def _async_writer(self, store: CheckpointStore) -> AsyncWriter:
-        if self._writer is None:
-            from trainkit.checkpoint.async_writer import AsyncWriter
+    def _cpu_snapshot(self) -> CpuSnapshot:
+        if self._snapshot is None:
+            from trainkit.checkpoint.background_save import CpuSnapshot
 
-            self._writer = AsyncWriter(store)
-        return self._writer
-
-    def _shard_writer(self, store: CheckpointStore) -> ShardedWriter:
-        if self._sharded_writer is None:
-            from trainkit.checkpoint.sharded_save import ShardedWriter
-
-            self._sharded_writer = ShardedWriter(store, self._run.strategy.comm)
-        return self._sharded_writer
-
-    def _wait_for_shards(self) -> bool:
-        return self._sharded_writer is not None and self._sharded_writer.finish()
+            self._snapshot = CpuSnapshot()
+        return self._snapshot
 
 
 def _named(callbacks: Sequence[RunCallback]) -> list[tuple[str, RunCallback]]:

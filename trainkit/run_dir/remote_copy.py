@@ -37,7 +37,7 @@ _EVERY_SECONDS = 2.0  # between looks at the local manifest
 _FILES_EVERY_SECONDS = 30.0  # between copies of the other files, which grow with every log point
 _FILES_SHARE = 0.1  # of the time at most
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds after a failure, doubled after each
-_PATIENCE_SECONDS = 120.0  # at the end, without a byte copied, or with failures and no file completed
+_PATIENCE_SECONDS = 120.0  # at the end, without progress
 _SUMMARY = "summary.json"
 _LINKS = ".copying"  # the folder of links to files that are being copied
 
@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 
 class _Replaced(Exception):
     """Another process has written to the store."""
+
+
+class _Pruned(Exception):
+    """The run has removed a checkpoint that was about to be copied, and lists others."""
 
 
 class RemoteCopy:
@@ -70,7 +74,7 @@ class RemoteCopy:
         """True once everything is in the store, after `close`."""
         self._problem = ""
         self._stored: dict[str, str] = {}  # hashes of the files of checkpoints in the store, listed there or not yet
-        self._progress = self._completed = time.monotonic()  # of bytes, and of a file
+        self._progress = time.monotonic()  # the time of the last one
         self._ending, self._abandoned = Event(), Event()
         # A daemon: after `close` has given up, a store that never answers must not keep the process alive.
         self._thread = Thread(target=self._copy_until_the_end, name="remote copy", daemon=True)
@@ -87,7 +91,7 @@ class RemoteCopy:
 
     def close(self) -> bool:
         """Wait until everything is copied and return True; give up, with a warning, if nothing moves for minutes."""
-        self._progress = self._completed = time.monotonic()
+        self._progress = time.monotonic()
         self._ending.set()
         while self._thread.is_alive() and (left := self._progress + _PATIENCE_SECONDS - time.monotonic()) > 0:
             self._thread.join(left)
@@ -116,6 +120,8 @@ class RemoteCopy:
             is_last = self._ending.is_set()
             try:
                 self.copy_changes(is_last=is_last)
+            except _Pruned:
+                continue
             # The manifest of another run must not be overwritten, by no later try either.
             except _Replaced as error:
                 self._problem = str(error)
@@ -130,9 +136,6 @@ class RemoteCopy:
                     self._problem,
                     self.folder,
                 )
-                # Bytes may still move in tries that never complete a file: `close` alone would wait without end.
-                if is_last and time.monotonic() - self._completed >= _PATIENCE_SECONDS:
-                    return
                 # The wait ends early at the end of training; after that, only when `close` gives up.
                 (self._abandoned if is_last else self._ending).wait(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
@@ -202,19 +205,16 @@ class RemoteCopy:
         folder = self.folder / _LINKS
         shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
         try:
-            while True:
-                content = self._local_manifest()
-                wanted = {} if content is None else _files_of(content)
-                # Those that are not here were listed there when the run was fetched.
-                missing = [name for name, digest in wanted.items() if self._stored.get(name) != digest]
-                try:
-                    links = {name: self._link(name, folder / str(number)) for number, name in enumerate(missing)}
-                    break
-                except FileNotFoundError:
-                    # A checkpoint was removed after the manifest was read: with a newer manifest, try again.
-                    shutil.rmtree(folder, ignore_errors=True)
-                    if self._local_manifest() == content:
-                        raise
+            content = self._local_manifest()
+            wanted = {} if content is None else _files_of(content)
+            # Those that are not here were listed there when the run was fetched.
+            missing = [name for name, digest in wanted.items() if self._stored.get(name) != digest]
+            try:
+                links = {name: self._link(name, folder / str(number)) for number, name in enumerate(missing)}
+            except FileNotFoundError:
+                if self._local_manifest() == content:
+                    raise
+                raise _Pruned from None
             yield content, wanted, links
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -232,13 +232,16 @@ class RemoteCopy:
     def _put(self, source: Path, name: str) -> None:
         self.run.put(source, name, callback=_progress_callback(self._moved))
         self._moved()
-        self._completed = time.monotonic()
+        self._progress = time.monotonic()
 
     def _moved(self) -> None:
         if self._abandoned.is_set():
             # Inside fsspec's copy, which has no other way to stop it.
             raise InterruptedError("given up")
-        self._progress = time.monotonic()
+        # After a failure only whole files count: bytes may move in tries that never complete one, and `close` would
+        # wait without end.
+        if not self._problem:
+            self._progress = time.monotonic()
 
     # ---- What is here
 
