@@ -12,13 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainkit.distributed.collectives import gather
-
 from ..transports.half_precision import HalfPrecisionTransport
-from ..transports.hierarchical import HierarchicalTransport, open_host_groups, why_not_inside_hosts
 from ..transports.hosts import HostLayout, OwnGroups
 from ..transports.process_group import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
-from ..transports.shared_memory import SharedMemoryTransport, why_no_shared_memory
+from ..transports.shared_memory import HierarchicalTransport, SharedMemoryTransport, open_host_group
 from .bucket import Bucket, GradBucket, ReducerSettings
 
 logger = logging.getLogger(__name__)
@@ -206,19 +203,16 @@ def open_transport(
         process_group = over(group)
     if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
         return process_group
-    # Every rank has the reasons of all, and so decides the same: ranks on different transports would hang.
-    hosts = hosts or HostLayout.gather(group)
-    reason, inside, between = why_not_inside_hosts(hosts, group), group, None
-    if reason is None and len(hosts.ranks) > 1:
-        inside, between = open_host_groups(hosts, group, own_groups=own_groups or OwnGroups(timedelta(seconds=seconds)))
-    if reason is None:
-        reason = next(filter(None, gather(why_no_shared_memory(inside, device), group)), None)
-    if reason is None:
+    hosts, own_groups = hosts or HostLayout.gather(group), own_groups or OwnGroups(timedelta(seconds=seconds))
+    inside, reason = open_host_group(hosts, group, device=device, even=True, own_groups=own_groups)
+    if reason is None and len(hosts.ranks) == 1:
+        if reduce_dtype is not None and group.rank() == 0:
+            logger.info("reduce_dtype rounds nothing: the ranks of one host sum gradients in shared memory")
         # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
-        if between is None:
-            if reduce_dtype is not None and group.rank() == 0:
-                logger.info("reduce_dtype rounds nothing: the ranks of one host sum gradients in shared memory")
-            return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
+        return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
+    if reason is None:
+        between = own_groups.new_of_sets(hosts.columns(hosts.fewest_ranks), group, backend="gloo")
+        assert between is not None  # hosts are even: each rank is in one column
         names = hosts.ranks_on_host(group.rank())
         return HierarchicalTransport(inside, over(between), names=names, failure_store=store, timeout_seconds=seconds)
     if name == "shared_memory":

@@ -1,13 +1,8 @@
 """Fusion buffers in memory that the ranks of a host share; servers of different hosts exchange their sums.
 
-    host 0   rank 0   [ shard 0 | shard 1 ]    1  server 0 sums shard 0 of its host's buffers, server 1 shard 1
-             rank 1   [ shard 0 | shard 1 ]    2  servers 0 of all hosts exchange shard 0, servers 1 shard 1
-    host 1   rank 2   [ shard 0 | shard 1 ]    3  and write the result into all buffers of their host
-             rank 3   [ shard 0 | shard 1 ]
-
-With one server per host its shard is the whole buffer; on a single host there is no second stage. Counters, waiting and
-errors are those of `ddp`'s shared memory. With a sharded optimizer sums stay on their server, which writes the new
-weights of its shard into every rank's weights instead.
+A server is a rank that sums a shard: every rank of a host, or its first one, whose shard is then the whole buffer.
+Counters, waiting, errors and the phases of a round are those of `shared_memory`. With a sharded optimizer sums stay on
+their server, which writes the new weights of its shard into every rank's weights instead.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 
@@ -34,9 +28,11 @@ from .shared_memory import (
     CHUNK_ELEMENTS,
     LINE_BYTES,
     BucketWork,
+    HostBucket,
+    HostTransport,
     SharedBucket,
-    SharedMemoryTransport,
-    why_no_shared_memory,
+    open_host_group,
+    write_to_all,
 )
 
 logger = logging.getLogger(__name__)
@@ -45,7 +41,7 @@ Servers = Literal["rank", "host"]
 ShardTransportName = Literal["auto", "shared_memory", "exchange"]
 
 
-class SharedBuffers(SharedMemoryTransport, ShardTransport):
+class SharedBuffers(HostTransport, ShardTransport):
     """Sums buffers and gathers weights in the memory of the ranks of a host.
 
     Arguments that are not listed are those of GlooExchange.
@@ -73,8 +69,8 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         settings: FusionSettings,
         num_gradients: Callable[[], list[int]],
     ) -> None:
-        super().__init__(group, failure_store=failure_store, timeout_seconds=timeout_seconds)
-        self.names, self.between, self.num_servers = names, between, num_servers
+        super().__init__(group, failure_store=failure_store, timeout_seconds=timeout_seconds, names=names)
+        self.between, self.num_servers = between, num_servers
         self.device, self.settings, self.num_gradients = device, settings, num_gradients
         self.copier = open_host_copier(device)
         self.weight_sets, self.copies_back = [], {}
@@ -91,8 +87,6 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
         self.active_set = 0
         # In one region: weights follow gradients, so the spans of a buffer are known when its weights are made.
         super().allocate([*sent, *(self._sizes * num_sets)])
-        for peer, name in zip(self.peers, self.names, strict=True):
-            peer.rank = name
         if self.device.type != "cpu":  # in one piece: neighbouring buffers share pages
             self.copier.pin(torch.frombuffer(self.peers[self.rank].region, dtype=torch.uint8))
         self.weight_sets = [[weights.flat for weights in of_set] for of_set in self._weights]
@@ -101,7 +95,7 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
                 [gradients.sums for gradients in self._gradients],
                 summed=[len(gradients.sums) for gradients in self._gradients],
                 flags=[torch.zeros_like(gradients.flag_views[0]) for gradients in self._gradients],
-                weight_sets=[[weights.own for weights in of_set] for of_set in self._weights],
+                weight_sets=[[weights.sums for weights in of_set] for of_set in self._weights],
             )
         return [gradients.result for gradients in self._gradients]
 
@@ -170,13 +164,14 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
     def gather_weights(self, buffer: int, *, where: str) -> ShardWork:
         return self._begin(self._weights[self.next_set][buffer], where)
 
+    def _begin(self, bucket: HostBucket, where: str) -> ShardWork:
+        self.begin(bucket, where)
+        return SharedBufferWork(self, bucket, where)
+
     def progress(self) -> None:
-        """Sum, exchange and write all that can be, in the order of buffers, without waiting."""
         if self.between is not None:
             self.between.progress()
-        if self.under_way:
-            self._sum_filled()
-            self.under_way = [bucket for bucket in self.under_way if not self._try_finish(bucket)]
+        super().progress()
 
     def copy_to_result(self, gradients: GradientBuffer) -> None:
         """Start to copy a buffer's sums to the gradients, if they are in other memory."""
@@ -185,54 +180,22 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             self.copy_to_device(gradients.number, gradients.flat[begin:], gradients.result[begin:])
             self.order_current_stream(gradients.number)
 
-    def _begin(self, bucket: GradientBuffer | WeightBuffer, where: str) -> ShardWork:
-        bucket.round += 1
-        bucket.where, bucket.exchange, bucket.is_published, bucket.is_summed = where, None, False, False
-        self.under_way.append(bucket)
-        self.progress()
-        return SharedBufferWork(self, bucket, where)
-
-    def _sum_filled(self) -> None:
-        """Sum the shards of buffers that the whole host has filled, in order: between hosts it must be the same."""
-        for bucket in self.under_way:
-            assert isinstance(bucket, (GradientBuffer, WeightBuffer))
-            if not bucket.is_published and bucket.is_on_host():
-                bucket.is_published = True
-                self.raise_counter(2 * bucket.number, bucket.round)  # after the copy, as others read from here on
-            if not bucket.is_published or not (bucket.is_summed or self.is_filled(bucket)):
-                break
-            if not bucket.is_summed:
-                bucket.is_summed = True
-                bucket.add_shard()
-                bucket.exchange = self._start_exchange(bucket)
-
-    def _start_exchange(self, bucket: GradientBuffer | WeightBuffer) -> ShardWork | None:
-        """Start to exchange this rank's shard with other hosts, if there are any."""
+    def exchange(self, bucket: HostBucket) -> ShardWork | None:
         between = self.between
         if between is None:
             return None
         # The exchange steps the optimizer, since sums are complete only after it.
         between.on_summed, between.active_set = self.on_summed, self.active_set
-        if isinstance(bucket, WeightBuffer):
+        if not isinstance(bucket, GradientBuffer):
             return between.gather_weights(bucket.number % len(self._sizes), where=bucket.where)
         between.flags[bucket.number].copy_(bucket.used_flags())
         return between.start(bucket.number, where=bucket.where)
 
-    def _try_finish(self, bucket: SharedBucket) -> bool:
-        """Write this rank's shard to the host's other ranks if it is ready; return True if it is written."""
-        assert isinstance(bucket, (GradientBuffer, WeightBuffer))
-        if not bucket.is_summed or not (bucket.exchange is None or bucket.exchange.is_done()):
-            return False
-        if bucket.exchange is not None:
-            bucket.exchange.wait()
-        if isinstance(bucket, WeightBuffer):
-            bucket.write()
-        elif self.settings.sharded:
+    def finish(self, bucket: HostBucket) -> None:
+        if isinstance(bucket, GradientBuffer) and self.settings.sharded:
             self._finish_sharded(bucket)
-        elif self.between is not None:
+        elif isinstance(bucket, WeightBuffer) or self.between is not None:  # else it is written while it is summed
             bucket.write()
-        self.raise_summed(bucket)
-        return True
 
     def _finish_sharded(self, gradients: GradientBuffer) -> None:
         # Before the counter is raised: a rank that sees the buffer summed reads its flags.
@@ -244,25 +207,10 @@ class SharedBuffers(SharedMemoryTransport, ShardTransport):
             self._weights[self.next_set][gradients.number].write()
 
 
-class InFlightBucket(SharedBucket):
-    """A bucket and the state of its latest round."""
-
-    __slots__ = ("exchange", "is_published", "is_summed", "where")
-
-    where: str
-    is_published: bool  # the other ranks know that it is filled
-    is_summed: bool  # by this rank: its shard, over the ranks of this host
-    exchange: ShardWork | None  # with other hosts
-
-    def is_on_host(self) -> bool:
-        """Return True if other ranks may read it."""
-        return True
-
-
-class GradientBuffer(InFlightBucket):
+class GradientBuffer(HostBucket):
     """Gradients of which each server sums its shard."""
 
-    __slots__ = ("copy", "flag_views", "owner", "result", "span", "sums")
+    __slots__ = ("copy", "flag_views", "owner", "result", "span")
 
     def __init__(
         self, owner: SharedBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
@@ -270,10 +218,10 @@ class GradientBuffer(InFlightBucket):
         self.owner, self.result, self.span = owner, result, span
         # In chunks, which stay in cache from the sum to the writes.
         shards = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
-        super().__init__(number, flats[owner.rank], [list(chunk) for chunk in zip(*shards, strict=True)])
+        flat, chunks = flats[owner.rank], [list(chunk) for chunk in zip(*shards, strict=True)]
+        super().__init__(number, flat, chunks, self._memory_of_sums(flat))
         self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
         self.copy: Event = None  # to the host
-        self.sums = self._memory_of_sums()
 
     def is_on_host(self) -> bool:
         if self.copy is not None and self.copy.query():
@@ -284,16 +232,10 @@ class GradientBuffer(InFlightBucket):
         """Leave the sum of this rank's shard in `sums`; on a single host also in all buffers, while it is in cache."""
         writes = not self.owner.settings.sharded and self.owner.between is None
         with torch.no_grad():
-            for chunk, total in zip(self.chunks, self.sums.split(CHUNK_ELEMENTS), strict=True):
+            for chunk, total in zip(self.chunks, self.totals, strict=True):
                 _add_up(chunk, total)
                 if writes:
-                    _write(total, chunk)
-
-    def write(self) -> None:
-        """Leave the sum of this rank's shard in all buffers of the host."""
-        with torch.no_grad():
-            for chunk, total in zip(self.chunks, self.sums.split(CHUNK_ELEMENTS), strict=True):
-                _write(total, chunk)
+                    write_to_all(total, chunk)
 
     def used_flags(self) -> Tensor:
         """Return 1 for each parameter for which a rank of this host had a gradient, else 0.
@@ -309,35 +251,28 @@ class GradientBuffer(InFlightBucket):
         for view in [self.flag_views[self.owner.rank], *(self.flag_views[servers:] if leader else [])]:
             view.copy_(used)
 
-    def _memory_of_sums(self) -> Tensor:
+    def _memory_of_sums(self, flat: Tensor) -> Tensor:
         """Return host memory for the sum of this rank's shard, in at least float32."""
         shard = slice(*self.span)
         # Where the buffer is precise enough, the sum replaces this rank's gradients: no further memory is needed.
-        if self.flat.element_size() >= 4:
-            return self.flat[shard]
+        if flat.element_size() >= 4:
+            return flat[shard]
         if self.owner.settings.sharded and self.result.device.type == "cpu":
             return self.result[shard]
         return torch.zeros(self.span[1] - self.span[0], dtype=torch.float32)
 
 
-class WeightBuffer(InFlightBucket):
+class WeightBuffer(HostBucket):
     """Weights of which each server writes its shard to all other ranks."""
 
-    __slots__ = ("others", "own")
+    __slots__ = ()
 
     def __init__(self, number: int, flats: list[Tensor], *, rank: int, span: tuple[int, int]) -> None:
-        super().__init__(number, flats[rank], [])
-        self.own = flats[rank][slice(*span)]
-        self.others = [flat[slice(*span)] for other, flat in enumerate(flats) if other != rank]
+        shards = [flat[slice(*span)] for flat in flats]
+        super().__init__(number, flats[rank], [shards], shards[rank])
 
     def add_shard(self) -> None:
         """Weights are not summed."""
-
-    def write(self) -> None:
-        """Leave this rank's shard in the weights of all ranks of the host."""
-        with torch.no_grad():
-            for other in self.others:
-                other.copy_(self.own)
 
 
 class SharedBufferWork(BucketWork):
@@ -364,12 +299,6 @@ def _add_up(chunk: list[Tensor], total: Tensor) -> None:
         total.copy_(first)
 
 
-def _write(total: Tensor, chunk: list[Tensor]) -> None:
-    for tensor in chunk:
-        if tensor.data_ptr() != total.data_ptr():
-            tensor.copy_(total)
-
-
 def open_shard_transport(
     process_group: ProcessGroupTransport,
     *,
@@ -394,11 +323,12 @@ def open_shard_transport(
     )
     reason: str | None = "transport=exchange does not use it"
     if name != "exchange":
-        local: dist.ProcessGroup | None = group
-        if len(hosts.ranks) > 1:
-            local = own_groups.new_of_sets(hosts.ranks, group, backend="gloo")
-        assert local is not None
-        reason = _why_no_shared_buffers(hosts, group, local, servers)
+        inside, reason = group, "there is only one rank"
+        if group.size() > 1:
+            # In host memory on any device. With one server on each host these may have unequal numbers of ranks.
+            inside, reason = open_host_group(
+                hosts, group, device=torch.device("cpu"), even=servers == "rank", own_groups=own_groups
+            )
         if reason is None:
             num_servers = 1 if servers == "host" else hosts.fewest_ranks
             groups = open_server_groups(hosts.columns(num_servers), group, own_groups=own_groups)
@@ -406,7 +336,7 @@ def open_shard_transport(
             if groups is not None and len(hosts.ranks) > 1:
                 between = exchange(groups, device=torch.device("cpu"))  # whose buffers are in shared memory
             return SharedBuffers(
-                local,
+                inside,
                 names=hosts.ranks_on_host(group.rank()),
                 between=between,
                 num_servers=num_servers,
@@ -427,18 +357,3 @@ def open_shard_transport(
     groups = open_server_groups([range(group.size())], group, own_groups=own_groups)
     assert groups is not None
     return exchange(groups, device=device)
-
-
-def _why_no_shared_buffers(
-    hosts: HostLayout, group: dist.ProcessGroup, local: dist.ProcessGroup, servers: Servers
-) -> str | None:
-    """Return None if the ranks of every host can share memory, else the first reason. Collective."""
-    if group.size() == 1:
-        return "there is only one rank"
-    if len(hosts.ranks) == group.size() and servers == "rank":
-        return "every rank is on a different host"
-    if servers == "rank" and not hosts.is_even:
-        return "hosts have unequal numbers of ranks"
-    # Over all hosts: if one host cannot share memory, all ranks use the other transport.
-    reasons = gather(why_no_shared_memory(local, torch.device("cpu")), group)
-    return next((reason for reason in reasons if reason is not None), None)

@@ -1,7 +1,17 @@
-"""Shared-memory transport: buckets summed in memory that all ranks of one host map, without sockets or copies.
+"""Shared-memory transports: buckets summed in memory that all ranks of a host map, without sockets or copies.
 
     rank 0's bucket   [ shard 0 | shard 1 ]     rank r owns shard r: once every rank has filled its bucket, it adds
     rank 1's bucket   [ shard 0 | shard 1 ]     shard r of all buckets, in rank order, and writes the sum to all.
+
+Several hosts exchange the sums of their shards before these are written, each shard once a host:
+
+    host 0   rank 0   [ shard 0 | shard 1 ]    1  rank 0 adds up shard 0 of its host's buckets, rank 1 shard 1
+             rank 1   [ shard 0 | shard 1 ]    2  ranks 0 and 2 exchange shard 0, ranks 1 and 3 shard 1
+    host 1   rank 2   [ shard 0 | shard 1 ]    3  and write the result into all buckets of their host
+             rank 3   [ shard 0 | shard 1 ]
+
+A host sends 2 (H-1)/H of the gradients for H hosts, whatever its number of ranks, and every rank an equal part of it.
+While shards are between hosts, backward fills the next buckets.
 
 Each bucket has two counters for each rank, written by that rank only: `filled` (its gradients are in) and `summed` (its
 shard is done). A bucket is reduced when all ranks have raised `summed`, each with the time, by the clock that the
@@ -20,6 +30,7 @@ import platform
 import secrets
 import select
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,8 +43,8 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore, stopped
 
-from .hosts import host_name
-from .process_group import Transport, Work
+from .hosts import HostLayout, OwnGroups, host_name
+from .process_group import ProcessGroupTransport, Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples, so that no two ranks write one
 NONCE_BYTES = 16  # random, to recognize the memory of a rank
@@ -62,6 +73,28 @@ def why_no_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str 
     return None
 
 
+def open_host_group(
+    hosts: HostLayout, group: dist.ProcessGroup, *, device: torch.device, even: bool, own_groups: OwnGroups
+) -> tuple[dist.ProcessGroup, str | None]:
+    """Return the group of this host's ranks, and `None` if these can share memory on every host, else the reason.
+
+    Collective, with the same reason on every rank: ranks on different transports would hang. `even`: each host must
+    have the same number of ranks, above 1.
+    """
+    if len(hosts.ranks) > 1:
+        if even and len(hosts.ranks) == group.size():
+            return group, "every rank is on a different host"
+        if even and not hosts.is_even:
+            return group, "hosts have unequal numbers of ranks"
+        if group.size() != dist.get_world_size():  # new groups are made by all ranks
+            return group, "the ranks of several hosts are a part of all ranks"
+    inside = group if len(hosts.ranks) == 1 else own_groups.new_of_sets(hosts.ranks, group, backend="gloo")
+    assert inside is not None  # each rank is on a host
+    # Over all hosts: if one of them cannot share memory, all ranks use another transport.
+    reasons = gather(why_no_shared_memory(inside, device), group)
+    return inside, next((reason for reason in reasons if reason is not None), None)
+
+
 def nap_after(waited: float, *, longest: float) -> float:
     """Return the seconds until the next poll: an eighth of those waited so far, within limits."""
     return min(max(NAP_SECONDS, waited / 8), longest)
@@ -75,11 +108,20 @@ class SharedMemoryTransport(Transport):
     spins, longest_nap_seconds = SPINS, NAP_SECONDS
 
     def __init__(
-        self, group: dist.ProcessGroup, *, failure_store: FailureStore, timeout_seconds: float, preallocate: bool = True
+        self,
+        group: dist.ProcessGroup,
+        *,
+        failure_store: FailureStore,
+        timeout_seconds: float,
+        preallocate: bool = True,
+        names: Sequence[int] | None = None,
     ) -> None:
-        """Take memory in `allocate`, or with `preallocate=False` bucket by bucket in `reserve`."""
+        """Take memory in `allocate`, or with `preallocate=False` bucket by bucket in `reserve`.
+
+        `names` are the numbers of the ranks in messages; `None`: those that they have in the group.
+        """
         self.group, self.failure_store, self.timeout_seconds = group, failure_store, timeout_seconds
-        self.preallocate = preallocate
+        self.preallocate, self.names = preallocate, range(group.size()) if names is None else names
         self._extents: list[tuple[int, int]] = []  # (start, stop) of each bucket in the region, in bytes
         self.rank, self.world_size = group.rank(), group.size()
         self.peers: list[PeerMemory] = []
@@ -96,7 +138,7 @@ class SharedMemoryTransport(Transport):
             start, end = end, end + _round_up(numel * dtype.itemsize, LINE_BYTES)
             self._extents.append((start, end))
         regions = share_regions(self.group, end, preallocate=self.preallocate)
-        self.peers = [PeerMemory(rank, *shared) for rank, shared in enumerate(regions)]
+        self.peers = [PeerMemory(name, *shared) for name, shared in zip(self.names, regions, strict=True)]
         self.buckets = []
         for number, ((numel, dtype), (offset, _)) in enumerate(zip(sizes, self._extents, strict=True)):
             flats = [torch.empty(0, dtype=dtype) for _ in self.peers]  # frombuffer rejects sizes of 0
@@ -176,6 +218,110 @@ class SharedMemoryTransport(Transport):
             self.peers[self.rank].counters[counter] = value
 
 
+class HostTransport(SharedMemoryTransport):
+    """Sums each bucket in the memory of the ranks of a host, and this rank's shard of the sums with other hosts.
+
+    How shards are exchanged, and where results go, is left to the subclasses.
+    """
+
+    _rounds: Sequence[HostBucket] = ()  # under way, in the order in which they began
+
+    @abstractmethod
+    def exchange(self, bucket: HostBucket) -> Work | None:
+        """Start to exchange this rank's shard of a bucket with other hosts; `None` if there is nothing to wait for."""
+
+    def finish(self, bucket: HostBucket) -> None:
+        """Leave the result in the buckets of the host."""
+        bucket.write()
+
+    def begin(self, bucket: HostBucket, where: str) -> None:
+        """Begin a round of a bucket that this rank has filled."""
+        bucket.round += 1
+        bucket.where, bucket.exchange, bucket.is_published, bucket.is_summed = where, None, False, False
+        self._publish_if_on_host(bucket)
+        self._rounds = [*self._rounds, bucket]
+        self.progress()
+
+    def progress(self) -> None:
+        """Sum, exchange and write all that can be, without waiting."""
+        if not self._rounds:
+            return
+        for bucket in self._rounds:
+            if bucket.is_summed:
+                continue
+            self._publish_if_on_host(bucket)
+            if not bucket.is_published or not self.is_filled(bucket):
+                break  # shards that hosts exchange in different orders would be added up wrongly
+            bucket.is_summed = True
+            bucket.add_shard()
+            bucket.exchange = self.exchange(bucket)
+        self._rounds = [bucket for bucket in self._rounds if not self._try_finish(bucket)]
+
+    def close(self) -> None:
+        super().close()
+        self._rounds = ()
+
+    def _publish_if_on_host(self, bucket: HostBucket) -> None:
+        if not bucket.is_published and bucket.is_on_host():
+            bucket.is_published = True
+            self.raise_counter(2 * bucket.number, bucket.round)  # after the copy, as others read from here on
+
+    def _try_finish(self, bucket: HostBucket) -> bool:
+        """Return True if this rank's shard is ready, and now written to the ranks of the host."""
+        if not bucket.is_summed or not (bucket.exchange is None or bucket.exchange.is_done()):
+            return False
+        if bucket.exchange is not None:
+            bucket.exchange.wait()  # it has ended: this raises its error, or copies a sum that was sent rounded
+        self.finish(bucket)
+        self.raise_summed(bucket)
+        return True
+
+
+class HierarchicalTransport(HostTransport):
+    """Sums each bucket in the memory of the ranks `inside` a host, and its shards over the ranks `between` hosts."""
+
+    sends = True
+    spins, longest_nap_seconds = 1, LONGEST_NAP_SECONDS  # a network is slower than memory: polling only takes a core
+
+    def __init__(
+        self,
+        inside: dist.ProcessGroup,
+        between: ProcessGroupTransport,
+        *,
+        names: Sequence[int],
+        failure_store: FailureStore,
+        timeout_seconds: float,
+    ) -> None:
+        super().__init__(
+            inside, failure_store=failure_store, timeout_seconds=timeout_seconds, preallocate=False, names=names
+        )
+        self.between = between
+
+    def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        flats = super().allocate(sizes)
+        # Shards are exchanged in the shared memory itself, without a copy.
+        self.between.flats = [bucket.sums for bucket in self.buckets if isinstance(bucket, HostBucket)]
+        return flats
+
+    def make_bucket(self, number: int, flats: list[Tensor]) -> HostBucket:
+        shards = [shard_of(flat, self.rank, len(flats)) for flat in flats]
+        # Summed in the first rank's bucket: only this rank reads or writes this shard of it.
+        return HostBucket(number, flats[self.rank], [shards], shards[0])
+
+    def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
+        shared = self.buckets[bucket]
+        assert isinstance(shared, HostBucket)
+        self.begin(shared, where)
+        return BucketWork(self, shared, where)
+
+    def exchange(self, bucket: HostBucket) -> Work:
+        return self.between.start(bucket.number, where=bucket.where)
+
+    def close(self) -> None:
+        super().close()
+        self.between.close()
+
+
 class SharedBucket:
     """One bucket on every rank, and the chunks of this rank's shard."""
 
@@ -194,6 +340,39 @@ class SharedBucket:
                     first.add_(other)
                 for other in others:
                     other.copy_(first)
+
+
+class HostBucket(SharedBucket):
+    """A bucket on every rank of a host, the `sums` of this rank's shard, and the state of its latest round."""
+
+    __slots__ = ("exchange", "is_published", "is_summed", "sums", "totals", "where")
+
+    where: str
+    is_published: bool  # the other ranks know that it is filled
+    is_summed: bool  # by this rank: its shard, over the ranks of this host
+    exchange: Work | None  # with other hosts
+
+    def __init__(self, number: int, flat: Tensor, chunks: list[list[Tensor]], sums: Tensor) -> None:
+        super().__init__(number, flat, chunks)
+        self.sums = sums
+        self.totals = sums.split([len(chunk[0]) for chunk in chunks])  # views, one for each chunk
+
+    def is_on_host(self) -> bool:
+        """Return True if other ranks may read it."""
+        return True
+
+    def add_shard(self) -> None:
+        """Leave the sum of this rank's shard over the ranks of the host, in rank order, in `sums`."""
+        with torch.no_grad():
+            for first, *others in self.chunks:
+                for other in others:
+                    first.add_(other)
+
+    def write(self) -> None:
+        """Copy `sums` to the buckets of all ranks of the host."""
+        with torch.no_grad():
+            for chunk, total in zip(self.chunks, self.totals, strict=True):
+                write_to_all(total, chunk)
 
 
 class BucketWork:
@@ -370,6 +549,13 @@ def _raise_first_problem(problems: list[str | None]) -> None:
     for problem in problems:
         if problem is not None:
             raise SharedMemoryError(problem)
+
+
+def write_to_all(total: Tensor, chunk: list[Tensor]) -> None:
+    """Copy a sum to the tensors of a chunk, of which it may be one."""
+    for tensor in chunk:
+        if tensor.data_ptr() != total.data_ptr():
+            tensor.copy_(total)
 
 
 def shard_of(flat: Tensor, owner: int, world_size: int) -> Tensor:

@@ -125,7 +125,7 @@ class UserHook(Callback):
             self.calls += 1
             return allreduce_hook(group, bucket)
 
-        run.strategy._wrapped.register_comm_hook(run.strategy.comm.group, hook)
+        run.strategy.gradients.wrapped.register_comm_hook(run.strategy.comm.group, hook)
 
 
 class LateStage(Callback):

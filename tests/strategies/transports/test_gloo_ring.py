@@ -12,9 +12,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from trainkit.strategies.transports import gloo_ring as exchange_module
-from trainkit.strategies.transports.gloo_ring import GlooExchange, equal_shards, split_into_chunks
+from trainkit.strategies.transports.gloo_ring import GlooExchange, Messages, equal_shards, split_into_chunks
 from trainkit.strategies.transports.host_copy import HostCopier
-from trainkit.strategies.transports.point_to_point import Messages
 from trainkit.strategies.transports.sharded import FusionSettings, ServerGroups
 
 from tests.strategies.fusion.training import imbalance, naive_bytes_per_server

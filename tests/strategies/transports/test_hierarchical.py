@@ -10,8 +10,8 @@ import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.transports.hierarchical import HierarchicalTransport
 from trainkit.strategies.transports.process_group import ProcessGroupTransport
+from trainkit.strategies.transports.shared_memory import HierarchicalTransport
 
 from tests.equality import largest_difference, numbers
 from tests.strategies.fusion.training import FailingOnLastRank, pretend_hosts, train, trained
