@@ -88,9 +88,10 @@ def _cost_of(step: Callable[[], Any], scopes: list[str], *, storage_addresses: s
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in storage_addresses:
             storage_addresses.add(storage.data_ptr())
-            alive.append(tensor)
+            alive.append(tensor.detach())
             _count(cost.saved_bytes, scopes, storage.nbytes())
-        return tensor
+        # Or the result of an operation would be held by its own graph: a cycle, if backward does not run.
+        return tensor.detach() if tensor.requires_grad else tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), FlopCount(partial(_count, cost.flops, scopes)):
         step()

@@ -278,7 +278,8 @@ def _saved_before_writes(written: Sequence[tuple[Table, str]]) -> AbstractContex
         with torch._C.DisableTorchFunction():  # an autograd Function saves while the calls of the step are followed
             if _memory(tensor) in memories:
                 return tensor.detach().clone()
-            return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
+            # Or the result of an operation would be held by its own graph: a cycle, if backward does not run.
+            return tensor.detach() if tensor.requires_grad else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved)
 

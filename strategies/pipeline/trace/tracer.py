@@ -85,7 +85,9 @@ def trace(
     interceptor = ModuleInterceptor(task, [name for name, _ in task.named_modules() if name])
 
     def record(tracer: Tracer, *, counts_saved: bool) -> Any:
-        counted = torch.autograd.graph.saved_tensors_hooks(tracer.count_saved, lambda saved: saved)
+        # Weak: graphs of tensors that the tracer keeps hold this function, and nothing frees a cycle through C++.
+        count_saved = partial(Tracer.count_saved, weakref.proxy(tracer))
+        counted = torch.autograd.graph.saved_tensors_hooks(count_saved, lambda saved: saved)
         saved, watched = counted if counts_saved else nullcontext(), tracer.watch.installed()
         numbers = class_numbers(task)
         with watched, interceptor.installed():
@@ -621,7 +623,10 @@ class Tracer(TracingMode):
             self._saved_state.setdefault(index, {})[name] = True
         if id(_base(tensor)) not in self._parameters and id(_base(tensor)) not in self._buffers:
             self.counter.total.activation_bytes += self._memories.save(tensor, index)
-        return tensor.detach() if tensor.requires_grad and tensor.is_leaf else tensor
+        # Detached: the result of an operation that its own graph holds is a cycle, which nothing frees. Private: with
+        # function modes on, what an autograd Function saves would be a call of the step.
+        with torch._C.DisableTorchFunction():
+            return tensor.detach() if tensor.requires_grad else tensor
 
     def _add_since(self, total_before: NodeCost, cost: NodeCost) -> None:
         total = self.counter.total
@@ -1131,7 +1136,7 @@ def copy_batch(batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
-_HERE = str(Path(__file__).parent)
+_HERE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _METHODS = tuple(str(Path(_TORCH) / name) for name in ("_tensor.py", "overrides.py"))
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")

@@ -1,3 +1,4 @@
+import gc
 import random
 
 import pytest
@@ -176,6 +177,22 @@ def test_a_trace_preserves_buffers_gradients_batch_and_generators():
     assert torch.equal(batch["image"], image)
     assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
     assert type(task.stem) is nn.Sequential
+
+
+def test_a_trace_leaves_no_activation_behind():
+    class Saturating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 777)
+
+        def forward(self, x):
+            return self.layer(x).exp().tanh()  # whose backward needs their own results
+
+    task = Saturating()
+    trace(task, lambda batch: task(batch).sum(), torch.ones(2, 4), leaf_modules=frozenset({"layer"}))
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.shape == (2, 777)]
+    assert alive == []
 
 
 def test_a_task_on_the_meta_device_is_traced_with_its_operations_and_bytes():
