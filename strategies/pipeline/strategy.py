@@ -54,7 +54,7 @@ from .run.staged_model import StagedModel, check_name, step_key
 from .run.state import PipelineState
 from .run.verification import Verification, fits_in_memory
 from .trace.graph import Step
-from .trace.tracer import copy_batch
+from .trace.step_state import copy_batch
 
 logger = logging.getLogger(__name__)
 

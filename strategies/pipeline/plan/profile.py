@@ -19,7 +19,7 @@ from trainkit.tree import to_device
 
 from ..trace.graph import NOMINAL, Call, Node, Rates, Step, TracedGraph, estimated_seconds, tensors
 from ..trace.interceptor import ModuleInterceptor, TracingMode
-from ..trace.tracer import copy_batch, preserve_state
+from ..trace.step_state import copy_batch, preserve_state
 
 BACKWARD_PER_FORWARD = 2.0
 """Seconds of a node's backward, relative to its forward: the operations of a product of matrices.

@@ -6,10 +6,9 @@ import os
 import sys
 import weakref
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,27 +18,28 @@ import torch
 from torch import Tensor, nn
 
 # Private: torch exports fake tensors nowhere else.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
 from trainkit.errors import UserError
-from trainkit.metrics.sync import metrics_in
-from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
+from trainkit.model.attribute_snapshot import preserve_task
 from trainkit.model.attribute_watch import AttributeWatch, outline
-from trainkit.rng import preserve_rng, python_rng_state
-from trainkit.strategy import named_state
-from trainkit.tree import map_tensors, tree_leaves, tree_map
+from trainkit.rng import python_rng_state
+from trainkit.tree import tree_leaves, tree_map
 
 from .attributes import class_numbers
+from .constraints import (
+    alias_constraints,
+    checkpoint_constraints,
+    gradient_constraints,
+    mark_batch_only_nodes,
+    written_buffer_constraints,
+)
+from .costs import ModuleCall, ModuleCosts
 from .graph import (
-    GRADIENT,
     NOMINAL,
     RETURN,
     Call,
     Constant,
     CutConstraint,
-    FlopCounter,
     Node,
-    NodeCost,
     NodeOutput,
     ParameterRef,
     Rates,
@@ -49,13 +49,14 @@ from .graph import (
     Value,
     ValueRef,
     encoded,
-    estimated_seconds,
     is_number,
     num_bytes,
     tensors,
 )
 from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
 from .interceptor import ModuleInterceptor, TracingMode, function_name, without_hooks
+from .memories import Memories, address_of, base_of, version_of
+from .step_state import PreservedState, copy_batch, fake_tensors, preserve_state
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Calls without a tensor as result that are made once, in the stage they belong to."""
@@ -98,26 +99,17 @@ def trace(
         return result
 
     def run(*, counts_saved: bool = True, calls_hooks: bool = True, is_repeated: bool = False) -> TraceResult:
-        make = partial(
-            Tracer,
-            task,
-            leaf_modules=leaf_modules,
-            fake=fake,
-            left_behind=left_behind,
-            changed=changed,
-            rates=rates,
-            calls_hooks=calls_hooks,
-        )
+        settings = TraceSettings(leaf_modules, fake, left_behind, changed, rates, calls_hooks)
         fakes = fake_tensors(task) if fake else nullcontext()
         # The state is read inside of `fakes`: the tracer knows tensors by identity, and the step meets the fakes.
         with preserve_task(task), fakes, preserve_state(task, preceding, batch) as state_before:
-            tracer = make(copy_batch(batch), before=state_before)
+            tracer = Tracer(task, copy_batch(batch), settings, before=state_before)
             result = record(tracer, counts_saved=counts_saved)
             second_tracer: Tracer | None = None
             if tracer.changes_attributes() or is_repeated:
                 # On the state that the first run left: a cache is filled once, a counter changes in every step.
                 with preserve_state(task) as state_between:
-                    second_tracer = make(copy_batch(batch), before=state_between)
+                    second_tracer = Tracer(task, copy_batch(batch), settings, before=state_between)
                     record(second_tracer, counts_saved=counts_saved)
                     # Before `finish`, which takes what only the first run changes for a cache.
                     tracer.changed_again, tracer.used_again = second_tracer.changed(), second_tracer.used()
@@ -147,15 +139,6 @@ def trace(
 
 def _inputs(graph: TracedGraph) -> list[tuple[str, tuple[int, ...]]]:
     return [(node.name, node.inputs) for node in graph.nodes]
-
-
-@dataclass(slots=True)
-class ModuleCall:
-    """Total cost of the calls of one module, and the modules that its code calls."""
-
-    cost: NodeCost = field(default_factory=NodeCost)
-    num_calls: int = 0
-    callees: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -203,34 +186,33 @@ CARRIED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """The arguments of `trace` that hold for each of its runs."""
+
+    leaf_modules: frozenset[str]
+    fake: bool
+    left_behind: frozenset[str]
+    changed: frozenset[str]
+    rates: Rates
+    calls_hooks: bool = True
+    """False: a leaf module that has hooks runs without them."""
+
+
 class Tracer(TracingMode):
     """Records one run of a step as a graph."""
 
-    def __init__(
-        self,
-        task: nn.Module,
-        batch: Any,
-        leaf_modules: frozenset[str],
-        *,
-        fake: bool,
-        left_behind: frozenset[str],
-        before: PreservedState,
-        changed: frozenset[str],
-        rates: Rates,
-        calls_hooks: bool,
-    ):
+    def __init__(self, task: nn.Module, batch: Any, settings: TraceSettings, *, before: PreservedState):
         super().__init__()
         self.batch = batch
-        self._before, self._changed_elsewhere, self._rates = before, changed, rates
+        self._before, self._settings = before, settings
         # Tensors are known by identity, as they have no names. `before` keeps those of the task alive, also if the step
         # replaces them: the id of a freed one would come back with another tensor.
-        self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in left_behind}
-        self._calls_hooks = calls_hooks
-        self._hooks_before = {name: _hooks(module) for name, module in task.named_modules()}
-        self._hooked, self._new_hooks = set[str](), dict[str, set[int]]()  # the former are leaf modules
-        self._fake = fake
-        self.counter = FlopCounter()
-        self._leaf_modules, self._task = leaf_modules, task
+        self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in settings.left_behind}
+        self._hooks = _ForwardHooks(task)
+        self._costs = ModuleCosts()
+        self.counter = self._costs.counter
+        self._task = task
         # Under the first name: `named_parameters` gives a shared one once.
         named = task.named_parameters(), task.named_buffers()
         self._parameters, self._buffers = ({id(tensor): name for name, tensor in items} for items in named)
@@ -251,7 +233,7 @@ class Tracer(TracingMode):
         self._leaf_tensors = {
             name: ([id(parameter) for parameter in module.parameters()], list(module.buffers()))
             for name, module in task.named_modules()
-            if name in leaf_modules
+            if name in settings.leaf_modules
         }
         self._nodes: list[Node] = []
         self._values: list[Value] = []
@@ -273,12 +255,10 @@ class Tracer(TracingMode):
         self.counter.after_operation = self._after_operation
         self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
         self._calls_compiled = False
-        self._path: list[str] = [""]
-        self._module_calls: dict[str, ModuleCall] = {"": ModuleCall(num_calls=1)}
         self._opaque_leaf_modules: set[str] = set()
         # By identity, the length of each tensor whose shape depends on elements; modules whose own code asks for one.
         self._shaped, self._sized = dict[int, int](), set[str]()
-        self._memories = _Memories(tensors(batch))
+        self._memories = Memories(tensors(batch))
         for tensor in tensors(batch):
             self._new_value(tensor, local=True)
 
@@ -286,26 +266,15 @@ class Tracer(TracingMode):
 
     def module_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module: as one node if it is a leaf module, else as code whose calls are nodes."""
-        statistics = self._module_calls.setdefault(name, ModuleCall())
-        self._module_calls[self._path[-1]].callees.add(name)
-        statistics.num_calls += 1
-        cost_before = replace(self.counter.total)  # a copy, as the counter adds in place
-        self._path.append(name)
         module = self._task.get_submodule(name)
-        if hooks := _hooks(module):
-            self._new_hooks.setdefault(name, set()).update(hooks - self._hooks_before[name])
-        try:
-            if self._node is None and name in self._leaf_modules:
-                if not hooks:
-                    return self._record(name, call, args, kwargs, is_leaf_module=True)
-                self._hooked.add(name)
-                with nullcontext() if self._calls_hooks else without_hooks([module]):
-                    return self._record(name, call, args, kwargs, is_leaf_module=True)
-            return call(*args, **kwargs)
-        finally:
-            # Also after an error, which the step may catch to go on.
-            self._path.pop()
-            self._add_since(cost_before, statistics.cost)
+        has_hooks = self._hooks.note(name, module)
+        with self._costs.inside(name):
+            if self._node is not None or name not in self._settings.leaf_modules:
+                return call(*args, **kwargs)
+            if has_hooks:
+                self._hooks.called.add(name)
+            with without_hooks([module]) if has_hooks and not self._settings.calls_hooks else nullcontext():
+                return self._record(name, call, args, kwargs, is_leaf_module=True)
 
     def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque call as one node."""
@@ -315,7 +284,7 @@ class Tracer(TracingMode):
             self.hazards.refuse(
                 f"the step calls an operator of its own (at {caller_location()}), such as one made by "
                 f"torch.library.custom_op, whose backward is `{name}`.",
-                self._path[-1],
+                self._costs.path[-1],
             )
             return call(*args, **kwargs)
         return self._record(name, call, args, kwargs, is_opaque=True)
@@ -331,7 +300,7 @@ class Tracer(TracingMode):
             while caller is not None and caller.f_code.co_filename in _METHODS:  # `len` comes through Python code
                 caller = caller.f_back
             if caller is not None and not caller.f_code.co_filename.startswith(_TORCH):
-                self._sized.add(self._path[-1])
+                self._sized.add(self._costs.path[-1])
         # Torch's own Python code reads it too, and is let through.
         reads_graph = self._node is None and result is not None and function_name(func) == "grad_fn"
         if reads_graph and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
@@ -377,7 +346,7 @@ class Tracer(TracingMode):
     ) -> Any:
         argument_tensors = tensors((args, kwargs))
         # The last entry is the leaf module itself, and the one before it has the code that calls it.
-        path, is_opaque = self._path[-2 if is_leaf_module else -1], is_opaque or is_leaf_module
+        path, is_opaque = self._costs.path[-2 if is_leaf_module else -1], is_opaque or is_leaf_module
         node = Node(len(self._nodes), name, is_leaf_module, path, caller_location(), is_opaque)
         parameters, buffers = self._leaf_tensors[name] if is_leaf_module else ([], [])
         self._locate_in_checkpoint(node)
@@ -385,12 +354,12 @@ class Tracer(TracingMode):
         node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
         # An autograd Function has no buffers of its own, but its code may write to any.
         watched = [*argument_tensors, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
-        versions = [_version(tensor) for tensor in watched]
+        versions = [version_of(tensor) for tensor in watched]
         # Apart from versions, which `detach_` and `requires_grad_` leave as they are.
         flags = [tensor.requires_grad for tensor in argument_tensors]
         # To read Python's and numpy's states copies their tables, so not for torch functions, which never draw there.
         random_state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
-        cost_before, num_shaped = replace(self.counter.total), self.counter.num_shaped
+        cost_before, num_shaped = self._costs.now(), self.counter.num_shaped
         for tensor in argument_tensors:
             self._use(node, tensor)
         node.num_given = len(node.inputs)  # before the call, in which an opaque node uses more tensors
@@ -414,13 +383,13 @@ class Tracer(TracingMode):
         result_tensors = tensors(result)
         if not (argument_tensors or result_tensors or is_opaque):
             return result  # such as `torch.is_grad_enabled()`: not a node
-        self._add_since(cost_before, node.cost)
+        self._costs.add_since(cost_before, node.cost)
         random_state_after = self._random_state()
         node.is_random = random_state != random_state_after
         self._note_hazards(node, argument_tensors, outline_before != (outline((args, kwargs)) if is_opaque else None))
         self.hazards.check_seed(node, random_state, random_state_after)  # reads `is_random`
         node.draws_in_python = is_opaque and python_state != python_rng_state()
-        written = [tensor for tensor, old in zip(watched, versions, strict=True) if _version(tensor) != old]
+        written = [tensor for tensor, old in zip(watched, versions, strict=True) if version_of(tensor) != old]
         switched = [tensor for tensor, old in zip(argument_tensors, flags, strict=True) if tensor.requires_grad != old]
         self._complete(node, result, written, switched)
         # What has the length of an argument whose length depends on elements is taken to depend on them too.
@@ -441,7 +410,7 @@ class Tracer(TracingMode):
             self.hazards.mutated.append((node, "an argument"))
         if node.is_leaf_module and not _hooks(self._task.get_submodule(node.name)):  # what hooks keep has its own rule
             self.hazards.mutated += [(node, f"'{name}'") for name in self.watch.changed_containers()]
-        if node.name in ARRAYS and not self._fake:
+        if node.name in ARRAYS and not self._settings.fake:
             for tensor in arguments:
                 self.hazards.keep_array(node, tensor)
 
@@ -513,7 +482,7 @@ class Tracer(TracingMode):
 
     def _random_state(self) -> bytes | int:
         """Return a state that differs after a call that drew random numbers."""
-        if self._fake:
+        if self._settings.fake:
             return self.counter.num_draws  # random calls with fake tensors do not advance the generator
         # Private: no public context lifts modes. Under them `numpy`, which detaches, would be a call of the step.
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
@@ -621,25 +590,17 @@ class Tracer(TracingMode):
         index = self._position()[0]
         for name, _ in self._before.sharing(tensor):
             self._saved_state.setdefault(index, {})[name] = True
-        if id(_base(tensor)) not in self._parameters and id(_base(tensor)) not in self._buffers:
+        if id(base_of(tensor)) not in self._parameters and id(base_of(tensor)) not in self._buffers:
             self.counter.total.activation_bytes += self._memories.save(tensor, index)
         # Detached: the result of an operation that its own graph holds is a cycle, which nothing frees. Private: with
         # function modes on, what an autograd Function saves would be a call of the step.
         with torch._C.DisableTorchFunction():
             return tensor.detach() if tensor.requires_grad else tensor
 
-    def _add_since(self, total_before: NodeCost, cost: NodeCost) -> None:
-        total = self.counter.total
-        cost.flops += total.flops - total_before.flops
-        cost.moved_bytes += total.moved_bytes - total_before.moved_bytes
-        cost.num_calls += total.num_calls - total_before.num_calls
-        cost.activation_bytes += total.activation_bytes - total_before.activation_bytes
-
     # -- Result
 
     def finish(self, result: Any) -> TraceResult:
         """Return the result of the trace; `result` is what the step returned. Called before the task is restored."""
-        self._module_calls[""].cost = self.counter.total
         last = Node(len(self._nodes), RETURN, False, "", "the end of the step")
         for tensor in tensors(result):
             self._use(last, tensor)
@@ -648,8 +609,8 @@ class Tracer(TracingMode):
         self.hazards.check_arrays()
         # Before the marking, which takes state that no node writes for a constant.
         self._add_changes()
-        mark_batch_only_nodes(self._nodes, self._values, changed=self._changed_elsewhere, rates=self._rates)
-        if self._leaf_modules:  # in a survey also those of scripted modules
+        mark_batch_only_nodes(self._nodes, self._values, changed=self._settings.changed, rates=self._settings.rates)
+        if self._settings.leaf_modules:  # in a survey also those of scripted modules
             self._check_hidden_uses()
         # After the marking: it would take the numbers, a value that no node makes, for one of the batch.
         numbers = None
@@ -683,9 +644,7 @@ class Tracer(TracingMode):
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
             numbers,
             calls_compiled=self._calls_compiled,
-            temporary_hooks=frozenset(
-                name for name, hooks in self._new_hooks.items() if hooks - _hooks(self._task.get_submodule(name))
-            ),
+            temporary_hooks=self._hooks.temporary(self._task),
             replaced=frozenset(self._changed),
             handed_on=tuple(self._handed_on),
             reset=self._reset,
@@ -705,11 +664,11 @@ class Tracer(TracingMode):
         self._hidden_uses.clear()
         return TraceResult(
             graph,
-            self._module_calls,
+            self._costs.calls,
             self._opaque_leaf_modules,
-            {self._nodes[group.first].name for group in carried} & self._leaf_modules,
+            {self._nodes[group.first].name for group in carried} & self._settings.leaf_modules,
             reading_modules,
-            bool(self._hooked),
+            bool(self._hooks.called),
             phase_leaks,
             unsendable,
             next((reason for _, reason in self.hazards.refused), None),
@@ -768,7 +727,7 @@ class Tracer(TracingMode):
     def _is_kept_by_hooks(self, name: str) -> bool:
         """Return True for a container that holds only tensors of this step, which hooks of modules may have kept."""
         return (
-            bool(self._hooked)
+            bool(self._hooks.called)
             and name not in self.used_again
             and name in self._of_tensors_alone
             and all(id(tensor) in self._value_of for tensor in self._changed[name])
@@ -782,7 +741,7 @@ class Tracer(TracingMode):
         none if the attribute is written before it is read. What a leaf module writes is in its stage alone.
         """
         buffers = {name for name, _ in self._task.named_buffers(remove_duplicate=False)}
-        states = {*self._changed, *self._changed_elsewhere}
+        states = {*self._changed, *self._settings.changed}
         for node in self._nodes:
             states.update(node.written_buffers)
         for node in self._nodes:  # other attributes are constants
@@ -812,7 +771,7 @@ class Tracer(TracingMode):
             for tensor in attribute_tensors:
                 self._use(self._nodes[last], tensor)
         written = {name for node in self._nodes for name in node.written_buffers}
-        for name in self._changed_elsewhere - set(self._changed) - written:
+        for name in self._settings.changed - set(self._changed) - written:
             if (access := self.watch.accesses.get(name)) is not None:
                 for index in (access.first, access.last):
                     self._nodes[index].buffers = _with(self._nodes[index].buffers, name)
@@ -846,6 +805,26 @@ class Tracer(TracingMode):
                 yield CutConstraint(min(indices), max(indices), reason, advice)
 
 
+class _ForwardHooks:
+    """The forward hooks of a task's modules: which leaf modules call some, and which ones the step registers."""
+
+    def __init__(self, task: nn.Module) -> None:
+        self._before = {name: _hooks(module) for name, module in task.named_modules()}
+        self._new: dict[str, set[int]] = {}
+        self.called: set[str] = set()
+
+    def note(self, name: str, module: nn.Module) -> bool:
+        """Note the hooks of a module that is called, and return True if it has any."""
+        hooks = _hooks(module)
+        if hooks:
+            self._new.setdefault(name, set()).update(hooks - self._before[name])
+        return bool(hooks)
+
+    def temporary(self, task: nn.Module) -> frozenset[str]:
+        """Return the modules with hooks that the step has registered, and removed again."""
+        return frozenset(name for name, hooks in self._new.items() if hooks - _hooks(task.get_submodule(name)))
+
+
 def _hooks(module: nn.Module) -> set[int]:
     """Return the ids of a module's forward hooks."""
     # Private: torch lists hooks nowhere else. Their ids count up in a process: no two hooks have the same.
@@ -856,284 +835,8 @@ def _with(items: tuple[T, ...], item: T) -> tuple[T, ...]:
     return items if item in items else (*items, item)
 
 
-class _Memories:
-    """Memories of tensors, numbered, with their bytes: 0 for those of the batch, which are there without a step."""
-
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self.saved: dict[int, dict[int, None]] = defaultdict(dict)
-        """By node: what autograd saves for its backward."""
-        self._seen: set[int] = set()
-        self._indices = {key: index for index, key in enumerate({memory_of(tensor): None for tensor in batch})}
-        self.sizes = [0] * len(self._indices)
-
-    def index(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's memory, which its views share."""
-        key = memory_of(tensor)
-        if key not in self._indices:
-            self._indices[key] = len(self.sizes)
-            is_strided = tensor.layout is torch.strided
-            self.sizes.append(tensor.untyped_storage().nbytes() if is_strided else num_bytes(tensor))
-        return self._indices[key]
-
-    def save(self, tensor: Tensor, node: int) -> int:
-        """Note that autograd saves a tensor for a node, and return the bytes of its memory if no node has saved it."""
-        memory = self.index(tensor)
-        is_new = memory not in self._seen
-        self._seen.add(memory)
-        self.saved[node][memory] = None
-        return self.sizes[memory] if is_new else 0
-
-
-def memory_of(tensor: Tensor) -> int:
-    """Return an identity of the memory of a tensor, which its views share; sparse ones have several memories."""
-    # Private: the public `data_ptr()` is 0 for every tensor that is empty or on the meta device.
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
-
-
-def address_of(tensor: Tensor) -> int:
-    """Return the address of the memory of a tensor, which arrays share too; of tensors without one their identity."""
-    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, FakeTensor):
-        return id(_base(tensor))
-    return tensor.untyped_storage().data_ptr() or id(_base(tensor))
-
-
-def _base(tensor: Tensor) -> Tensor:
-    # Private: no public attribute has the tensor of which another one is a view.
-    base = tensor._base
-    return tensor if base is None else base
-
-
-def _version(tensor: Tensor) -> int:
-    # Private: torch has no public count of writes in place. An inference tensor has none, and asking for it raises.
-    return 0 if tensor.is_inference() else tensor._version
-
-
-CHEAP_SHARE = 0.01
-"""Every stage computes the nodes that depend on the batch alone if they take less than this share of the step,"""
-CHEAP_SECONDS = 1e-4
-"""or less than this."""
 _SIZES = frozenset(("__len__", "shape", "size", "numel", "nelement"))
 """Calls that return the length of a tensor."""
-
-
-def mark_batch_only_nodes(
-    nodes: Sequence[Node],
-    values: Sequence[Value],
-    *,
-    changed: frozenset[str] = frozenset(),
-    rates: Rates = NOMINAL,
-) -> None:
-    """Mark the nodes and values that depend on the batch and constants alone, except expensive ones.
-
-    State that this step changes, or another one by `changed`, is not constant.
-    """
-    states = changed.union(*(node.written_buffers for node in nodes))
-    expensive = max(CHEAP_SHARE * sum(estimated_seconds(node.cost, rates) for node in nodes), CHEAP_SECONDS)
-    tainted: set[int] = set()
-    # In rounds, as a later node may write in place to a value that an earlier one uses. Each adds values, so this ends.
-    while True:
-        num_tainted = len(tainted)
-        for node in nodes:
-            made = {output.value for output in node.outputs}
-            node.is_batch_only = not (
-                node.parameters
-                or node.written_buffers
-                or states.intersection(node.buffers)
-                or node.name == RETURN
-                or (node.is_random and node.checkpoint is not None)  # draws after others of its stage
-                or {*node.inputs, *made} & tainted
-                or estimated_seconds(node.cost, rates) > expensive
-            )
-            if not node.is_batch_only:
-                tainted.update(made)
-        if len(tainted) == num_tainted:
-            break
-    for index, value in enumerate(values):
-        value.local = index not in tainted
-
-
-def written_buffer_constraints(nodes: Sequence[Node], kind_of: Callable[[str], str]) -> Iterator[CutConstraint]:
-    """Yield a constraint for each parameter, buffer or attribute that is written, around all nodes that use it."""
-    for name in dict.fromkeys(name for node in nodes for name in node.written_buffers):
-        users = [node for node in nodes if name in node.tensor_names]
-        if users[0] is not users[-1]:
-            reason = f"{kind_of(name)} '{name}' is written and used by {users[0]} and {users[-1]}"
-            advice = " Read and write it in one module's forward, or where they are close to each other."
-            yield CutConstraint(users[0].index, users[-1].index, reason, advice)
-
-
-def alias_constraints(nodes: Sequence[Node], writes: Sequence[tuple[Sequence[int], int]]) -> Iterator[CutConstraint]:
-    """Yield constraints from the first of several views of one memory to a write through one of them.
-
-    `writes` are pairs of the values that share memory and the index of the node that writes to it.
-    """
-    makers: dict[int, int] = {}
-    for node in nodes:
-        for output in node.outputs:
-            makers.setdefault(output.value, node.index)
-    for alias_set, writer in writes:
-        if not nodes[writer].is_batch_only:
-            # -1 for a value of the batch, which is there before the first node: no stage may begin up to the write.
-            first = min(makers.get(value, -1) for value in alias_set)
-            yield CutConstraint(first, writer, f"{nodes[writer]} writes in place to memory that several tensors share")
-
-
-def gradient_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
-    """Yield constraints from the inputs by which a call of `torch.autograd.grad` differentiates to the call."""
-    for node in nodes:
-        if node.name == GRADIENT and not node.is_leaf_module:
-            # Of a parameter the users are not followed: then everything before the call counts.
-            first = 0 if node.parameters else _first_touched(nodes[: node.index], node.inputs)
-            reason = f"{node} differentiates by what {nodes[first]} is given, and needs all nodes in between"
-            yield CutConstraint(first, node.index, reason)
-
-
-def _first_touched(nodes: Sequence[Node], values: Sequence[int]) -> int:
-    """Return the index of the first node of one stage alone that makes or uses what depends on `values`."""
-    followers = set(values)
-    touching = []
-    for node in nodes:
-        made = {output.value for output in node.outputs}
-        if followers & {*node.inputs, *made}:
-            if followers.intersection(node.inputs):
-                followers |= made
-            if not node.is_batch_only:
-                touching.append(node.index)
-    return min(touching, default=len(nodes))
-
-
-def checkpoint_constraints(nodes: Sequence[Node]) -> Iterator[CutConstraint]:
-    """Yield a constraint around the nodes of each activation checkpoint, which backward runs again together."""
-    calls: dict[int, list[Node]] = {}
-    for node in nodes:
-        if node.checkpoint is not None and not node.is_batch_only:
-            calls.setdefault(node.checkpoint, []).append(node)
-    for first, *rest in calls.values():
-        if rest:
-            reason = f"one checkpoint runs {first} and {rest[-1]} again in backward"
-            yield CutConstraint(first.index, rest[-1].index, reason)
-
-
-_TENSORS = ("_parameters", "_buffers", "_modules")
-
-
-@contextmanager
-def fake_tensors(task: nn.Module) -> Iterator[None]:
-    """Replace the parameters and buffers of the task by fake tensors in the block.
-
-    Results of computations with them are fake too, with the device CPU. What depends on the batch alone is computed,
-    so that the step takes its usual branches. Attributes of modules that the step sets are dropped at the end, since
-    they may be fake.
-    """
-    saved_attributes = [(module, dict(module.__dict__)) for module in task.modules()]
-    contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
-    try:
-        # Only made under the mode: calls with fake tensors find it through these, and calls without one are computed.
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fakes: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in named_state(task).values()}
-        for module in task.modules():
-            for table in (module._parameters, module._buffers):
-                table.update({name: fakes[id(tensor)] for name, tensor in table.items() if tensor is not None})
-        yield
-    finally:
-        # First, as the tables below are looked up there.
-        for module, attributes in saved_attributes:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for module, kinds in contents:
-            for kind, content in zip(_TENSORS, kinds, strict=True):
-                current = getattr(module, kind)
-                current.clear()
-                current.update(content)
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
-
-
-class PreservedState:
-    """State of a task before a step: its attributes, and the content of what the step writes in place."""
-
-    def __init__(self, task: nn.Module) -> None:
-        self.attributes = AttributeSnapshot(task, metrics_in(task))
-        registered = named_state(task)
-        ids = {id(tensor) for tensor in registered.values()}
-        attributes = [(name, tensor) for name, tensor in self.attributes.tensors() if id(tensor) not in ids]
-        self.tensors = [*registered.items(), *attributes]
-        """Parameters, buffers and the tensors in attributes, by name."""
-        self._sharing: dict[int, list[tuple[str, Tensor]]] = {}  # by memory
-        for name, tensor in self.tensors:
-            self._sharing.setdefault(memory_of(tensor), []).append((name, tensor))
-        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def keep_named(self, names: Collection[str]) -> None:
-        """Keep the content of the tensors that the step is known to write."""
-        for name, tensor in self.tensors:
-            if name in names:
-                self.keep(tensor)
-
-    def keep_before_write(self, written: Tensor) -> list[str]:
-        """Keep the tensors that share memory with one that is about to be written, and return their names."""
-        sharing = self.sharing(written)
-        for _, tensor in sharing:
-            self.keep(tensor)
-        return [name for name, _ in sharing]
-
-    def sharing(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """Return the tensors that share memory with one, by name."""
-        return self._sharing.get(memory_of(tensor), [])
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep the content of a tensor that is about to be written; another stage's has none."""
-        # Strides of 0: all elements are one in memory, to which `copy_` refuses to write.
-        has_content = not tensor.is_meta and (tensor.numel() == 1 or 0 not in tensor.stride())
-        if id(tensor) not in self._kept and has_content:
-            self._kept[id(tensor)] = tensor, tensor.data, tensor.detach().clone()
-
-    @contextmanager
-    def kept_before_writes(self) -> Iterator[None]:
-        """Keep in the block what is written in place."""
-        counter = FlopCounter()
-        counter.before_write = self.keep_before_write
-        with counter:
-            yield
-
-    def restore(self) -> None:
-        """Restore what was kept."""
-        with torch.no_grad():
-            for tensor, memory, content in self._kept.values():
-                # The step may have given the tensor other memory, by `.data =`.
-                if memory_of(tensor) != memory_of(memory):
-                    tensor.data = memory
-                memory.copy_(content)
-
-
-@contextmanager
-def preserve_state(task: nn.Module, preceding: Sequence[Step] = (), batch: Any = None) -> Iterator[PreservedState]:
-    """Restore generators and the tensors that are written in place at the end; the steps `preceding` run first."""
-    state = PreservedState(task)
-    try:
-        with preserve_rng():
-            if not preceding:
-                yield state
-                return
-            with state.kept_before_writes():
-                for step in preceding:
-                    step(copy_batch(batch))
-            # Again, so that `inner` has the state that these steps leave, and the writes of the traced one are undone
-            # before theirs.
-            with preserve_state(task) as inner:
-                yield inner
-    finally:
-        state.restore()
-
-
-def copy_batch(batch: Any) -> Any:
-    """Return the batch with copies of its tensors."""
-    return map_tensors(batch, lambda tensor: tensor.detach().clone())
 
 
 _HERE = str(Path(__file__).parents[1])
