@@ -144,3 +144,20 @@ def preserve_state(task: nn.Module, preceding: Sequence[Step] = (), batch: Any =
 def copy_batch(batch: Any) -> Any:
     """Return the batch with copies of its tensors."""
     return map_tensors(batch, lambda tensor: tensor.detach().clone())
+
+
+class StateNames:
+    """The names of a task's tensors, by identity.
+
+    `before` keeps the tensors alive, also if the step replaces them: the id of a freed one would come back with another
+    tensor. `left_behind` are the attributes in which steps of other phases leave tensors.
+    """
+
+    def __init__(self, task: nn.Module, before: PreservedState, *, left_behind: Collection[str]) -> None:
+        # Under the first name: `named_parameters` gives a shared one once.
+        named = task.named_parameters(), task.named_buffers()
+        self.parameters, self.buffers = ({id(tensor): name for name, tensor in items} for items in named)
+        self.attributes: dict[int, str] = {}
+        for name, tensor in before.tensors:
+            self.attributes.setdefault(id(tensor), name)
+        self.of_another_phase = {id(tensor) for name, tensor in before.tensors if name in left_behind}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # Private: torch exports fake tensors nowhere else.
 from trainkit.errors import UserError
 from trainkit.model.attribute_snapshot import preserve_task
-from trainkit.model.attribute_watch import AttributeWatch, outline
+from trainkit.model.attribute_watch import outline
 from trainkit.rng import python_rng_state
 from trainkit.tree import tree_leaves, tree_map
 
@@ -53,10 +53,12 @@ from .graph import (
     num_bytes,
     tensors,
 )
-from .hazards import ARRAYS, Hazards, check_classes, check_iterators, parameter_hook_constraints
+from .hazards import ARRAYS, Hazards, check_classes, parameter_hook_constraints
 from .interceptor import ModuleInterceptor, TracingMode, function_name, without_hooks
-from .memories import Memories, address_of, base_of, version_of
-from .step_state import PreservedState, copy_batch, fake_tensors, preserve_state
+from .memories import base_of, version_of
+from .state_changes import StateChanges, with_item
+from .step_state import PreservedState, StateNames, copy_batch, fake_tensors, preserve_state
+from .values import HiddenResults, TracedValues
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 """Calls without a tensor as result that are made once, in the stage they belong to."""
@@ -89,10 +91,10 @@ def trace(
         # Weak: graphs of tensors that the tracer keeps hold this function, and nothing frees a cycle through C++.
         count_saved = partial(Tracer.count_saved, weakref.proxy(tracer))
         counted = torch.autograd.graph.saved_tensors_hooks(count_saved, lambda saved: saved)
-        saved, watched = counted if counts_saved else nullcontext(), tracer.watch.installed()
+        saved, watched = counted if counts_saved else nullcontext(), tracer.changes.watch.installed()
         numbers = class_numbers(task)
         with watched, interceptor.installed():
-            with interceptor.handled_by(tracer), tracer.counter, saved, tracer:
+            with interceptor.handled_by(tracer), tracer.costs.counter, saved, tracer:
                 result = step(tracer.batch)
             # Before the classes are swapped back: `type(self).x = ...` in a step sets a number on a swapped class.
             check_classes(numbers, class_numbers(task))
@@ -106,13 +108,16 @@ def trace(
             tracer = Tracer(task, copy_batch(batch), settings, before=state_before)
             result = record(tracer, counts_saved=counts_saved)
             second_tracer: Tracer | None = None
-            if tracer.changes_attributes() or is_repeated:
+            if tracer.changes.read() or is_repeated:
                 # On the state that the first run left: a cache is filled once, a counter changes in every step.
                 with preserve_state(task) as state_between:
                     second_tracer = Tracer(task, copy_batch(batch), settings, before=state_between)
                     record(second_tracer, counts_saved=counts_saved)
                     # Before `finish`, which takes what only the first run changes for a cache.
-                    tracer.changed_again, tracer.used_again = second_tracer.changed(), second_tracer.used()
+                    tracer.changes.again, tracer.changes.used_again = (
+                        second_tracer.changes.written(),
+                        second_tracer.used(),
+                    )
                     tracer.hazards.mutated_again = second_tracer.hazards.mutations()
             trace_result = tracer.finish(result)
             if second_tracer is not None and is_repeated:
@@ -165,19 +170,6 @@ class TraceResult:
     """The first call that the step makes when it is run for the first time, and the other one of the second time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HiddenResult:
-    """A tensor made by an operation that function modes do not see, and what it was made from."""
-
-    tensor: Tensor
-    operation: str
-    location: str
-    values: tuple[int, ...]
-    parameters: tuple[str, ...]
-
-
-T = TypeVar("T")
-
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 
 CARRIED = (
@@ -206,29 +198,16 @@ class Tracer(TracingMode):
         super().__init__()
         self.batch = batch
         self._before, self._settings = before, settings
-        # Tensors are known by identity, as they have no names. `before` keeps those of the task alive, also if the step
-        # replaces them: the id of a freed one would come back with another tensor.
-        self._of_another_phase = {id(tensor) for name, tensor in before.tensors if name in settings.left_behind}
+        self._names = StateNames(task, before, left_behind=settings.left_behind)
         self._hooks = _ForwardHooks(task)
-        self._costs = ModuleCosts()
-        self.counter = self._costs.counter
+        self.costs = ModuleCosts()
         self._task = task
-        # Under the first name: `named_parameters` gives a shared one once.
-        named = task.named_parameters(), task.named_buffers()
-        self._parameters, self._buffers = ({id(tensor): name for name, tensor in items} for items in named)
-        self.watch = AttributeWatch(task, self._position)
-        self.changed_again, self.used_again = set[str](), set[str]()
-        """Attributes that a second run of the step writes, and whose tensors of before it uses."""
-        self._attribute_of: dict[int, str] = {}
-        for name, tensor in before.tensors:
-            self._attribute_of.setdefault(id(tensor), name)
+        self.changes = StateChanges(task, before, self._position, elsewhere=settings.changed)
         self._writes: dict[int, list[str]] = {}  # by node, the state that it writes
         self._saved_state: dict[int, dict[str, bool]] = {}  # by node, what autograd saves for its backward
         self._carried: list[tuple[Tensor, CutConstraint]] = []  # tensors that a leaf module leaves for another call
-        self._cached: set[int] = set()  # tensors that a module keeps for its own calls
         self._hook_calls, self._unsendable = list[Node](), list[Node]()  # the latter read state, but return no numbers
         self.hazards = Hazards({self._random_state()})
-        self.counter.before_write = self._before_write
         # All parameters below a leaf module, used or not: for another batch its forward may take another branch.
         self._leaf_tensors = {
             name: ([id(parameter) for parameter in module.parameters()], list(module.buffers()))
@@ -236,13 +215,9 @@ class Tracer(TracingMode):
             if name in settings.leaf_modules
         }
         self._nodes: list[Node] = []
-        self._values: list[Value] = []
-        self._value_of: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # ids stay unique only while the tensors live
+        self._values = TracedValues(tensors(batch))
         # Weak, or the trace would keep every temporary of every module. An id may come back: compare the tensor too.
         self._made_inside: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._views: dict[int, list[int]] = {}  # by address, as arrays and detached tensors share memory too
-        self._written_alias_sets: list[tuple[list[int], int]] = []
         self._num_codes = 0  # of all numbers that leaf modules returned
         self._constraints: list[CutConstraint] = []
         self._occurrences: dict[str, int] = {}
@@ -250,17 +225,14 @@ class Tracer(TracingMode):
         self._in_call = False  # of torch, which the trace has seen
         self._unknown: dict[int, tuple[Tensor, Node]] = {}  # tensors that were there before, and others
         self._left_behind: list[weakref.ref[Tensor]] = []  # those that caches still hold in the second run are alive
-        self._hidden: dict[int, _HiddenResult] = {}
-        self._hidden_uses: list[tuple[Node, _HiddenResult]] = []
-        self.counter.after_operation = self._after_operation
-        self._checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
-        self._calls_compiled = False
+        self._hidden = HiddenResults()
+        self.costs.counter.before_write = self._before_write
+        self.costs.counter.after_operation = self._after_operation
+        self._callers = _Callers()
         self._opaque_leaf_modules: set[str] = set()
-        # By identity, the length of each tensor whose shape depends on elements; modules whose own code asks for one.
-        self._shaped, self._sized = dict[int, int](), set[str]()
-        self._memories = Memories(tensors(batch))
-        for tensor in tensors(batch):
-            self._new_value(tensor, local=True)
+        self._lengths = _Lengths()
+        for index, tensor in enumerate(self._values.kept):
+            self._note_layout(index, tensor)
 
     # -- Calls
 
@@ -268,7 +240,7 @@ class Tracer(TracingMode):
         """Run a module: as one node if it is a leaf module, else as code whose calls are nodes."""
         module = self._task.get_submodule(name)
         has_hooks = self._hooks.note(name, module)
-        with self._costs.inside(name):
+        with self.costs.inside(name):
             if self._node is not None or name not in self._settings.leaf_modules:
                 return call(*args, **kwargs)
             if has_hooks:
@@ -284,7 +256,7 @@ class Tracer(TracingMode):
             self.hazards.refuse(
                 f"the step calls an operator of its own (at {caller_location()}), such as one made by "
                 f"torch.library.custom_op, whose backward is `{name}`.",
-                self._costs.path[-1],
+                self.costs.path[-1],
             )
             return call(*args, **kwargs)
         return self._record(name, call, args, kwargs, is_opaque=True)
@@ -295,12 +267,12 @@ class Tracer(TracingMode):
         result = super().__torch_function__(func, types, args, kwargs)
         # Who asks for a length that depends on elements may branch on it, so its module is kept whole. Torch's own
         # code asks for lengths too, which is no branch of the step.
-        if self._node is None and self._shaped and function_name(func) in _SIZES and id(args[0]) in self._shaped:
+        if self._node is None and self._lengths and function_name(func) in _SIZES and args[0] in self._lengths:
             caller: FrameType | None = sys._getframe(1)
             while caller is not None and caller.f_code.co_filename in _METHODS:  # `len` comes through Python code
                 caller = caller.f_back
             if caller is not None and not caller.f_code.co_filename.startswith(_TORCH):
-                self._sized.add(self._costs.path[-1])
+                self._lengths.asking.add(self.costs.path[-1])
         # Torch's own Python code reads it too, and is let through.
         reads_graph = self._node is None and result is not None and function_name(func) == "grad_fn"
         if reads_graph and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
@@ -346,12 +318,12 @@ class Tracer(TracingMode):
     ) -> Any:
         argument_tensors = tensors((args, kwargs))
         # The last entry is the leaf module itself, and the one before it has the code that calls it.
-        path, is_opaque = self._costs.path[-2 if is_leaf_module else -1], is_opaque or is_leaf_module
+        path, is_opaque = self.costs.path[-2 if is_leaf_module else -1], is_opaque or is_leaf_module
         node = Node(len(self._nodes), name, is_leaf_module, path, caller_location(), is_opaque)
         parameters, buffers = self._leaf_tensors[name] if is_leaf_module else ([], [])
-        self._locate_in_checkpoint(node)
-        node.parameters = tuple(self._parameters[key] for key in parameters)
-        node.buffers = tuple(self._buffers[id(buffer)] for buffer in buffers if id(buffer) in self._buffers)
+        self._callers.locate(node)
+        node.parameters = tuple(self._names.parameters[key] for key in parameters)
+        node.buffers = tuple(self._names.buffers[id(buffer)] for buffer in buffers if id(buffer) in self._names.buffers)
         # An autograd Function has no buffers of its own, but its code may write to any.
         watched = [*argument_tensors, *(self._task.buffers() if is_opaque and not is_leaf_module else buffers)]
         versions = [version_of(tensor) for tensor in watched]
@@ -359,7 +331,7 @@ class Tracer(TracingMode):
         flags = [tensor.requires_grad for tensor in argument_tensors]
         # To read Python's and numpy's states copies their tables, so not for torch functions, which never draw there.
         random_state, python_state = self._random_state(), python_rng_state() if is_opaque else ()
-        cost_before, num_shaped = self._costs.now(), self.counter.num_shaped
+        cost_before, num_shaped = self.costs.now(), self.costs.counter.num_shaped
         for tensor in argument_tensors:
             self._use(node, tensor)
         node.num_given = len(node.inputs)  # before the call, in which an opaque node uses more tensors
@@ -383,7 +355,7 @@ class Tracer(TracingMode):
         result_tensors = tensors(result)
         if not (argument_tensors or result_tensors or is_opaque):
             return result  # such as `torch.is_grad_enabled()`: not a node
-        self._costs.add_since(cost_before, node.cost)
+        self.costs.add_since(cost_before, node.cost)
         random_state_after = self._random_state()
         node.is_random = random_state != random_state_after
         self._note_hazards(node, argument_tensors, outline_before != (outline((args, kwargs)) if is_opaque else None))
@@ -392,11 +364,10 @@ class Tracer(TracingMode):
         written = [tensor for tensor, old in zip(watched, versions, strict=True) if version_of(tensor) != old]
         switched = [tensor for tensor, old in zip(argument_tensors, flags, strict=True) if tensor.requires_grad != old]
         self._complete(node, result, written, switched)
-        # What has the length of an argument whose length depends on elements is taken to depend on them too.
-        lengths = {self._shaped[id(tensor)] for tensor in argument_tensors if id(tensor) in self._shaped}
-        for tensor in result_tensors:
-            if tensor.dim() and (self.counter.num_shaped != num_shaped or len(tensor) in lengths) and not is_opaque:
-                self._shaped[id(tensor)] = len(tensor)
+        if not is_opaque:
+            self._lengths.note(
+                argument_tensors, result_tensors, of_elements=self.costs.counter.num_shaped != num_shaped
+            )
         node.reads = (
             not result_tensors and not written and not is_opaque and name not in SIDE_EFFECTS and not name.endswith("=")
         )
@@ -409,7 +380,7 @@ class Tracer(TracingMode):
         if changes_arguments:
             self.hazards.mutated.append((node, "an argument"))
         if node.is_leaf_module and not _hooks(self._task.get_submodule(node.name)):  # what hooks keep has its own rule
-            self.hazards.mutated += [(node, f"'{name}'") for name in self.watch.changed_containers()]
+            self.hazards.mutated += [(node, f"'{name}'") for name in self.changes.watch.changed_containers()]
         if node.name in ARRAYS and not self._settings.fake:
             for tensor in arguments:
                 self.hazards.keep_array(node, tensor)
@@ -446,44 +417,21 @@ class Tracer(TracingMode):
             return
         with torch._C.DisableTorchFunction():
             made, used = tensors(result), tensors(arguments)
-            # Hidden operations are chained: the first has the values of the step, and the last the result that is used.
-            sources = [self._hidden[id(tensor)] for tensor in used if id(tensor) in self._hidden]
-            values = [self._value_of[id(tensor)] for tensor in used if id(tensor) in self._value_of]
-            parameters = [self._parameters[id(tensor)] for tensor in used if id(tensor) in self._parameters]
-            values += [value for hidden in sources for value in hidden.values]
-            parameters += [name for hidden in sources for name in hidden.parameters]
-            for tensor in made:
-                self._hidden[id(tensor)] = _HiddenResult(
-                    tensor, str(func), caller_location(), tuple(values), tuple(parameters)
-                )
-
-    def _check_hidden_uses(self) -> None:
-        """Raise UserError for a node that uses a result of hidden operations which not every stage can compute."""
-        for node, hidden in self._hidden_uses:
-            if hidden.parameters or any(not self._values[value].local for value in hidden.values):
-                raise UserError(
-                    f"{node} uses what {hidden.operation} made at {hidden.location}, which is called by code that a "
-                    "trace cannot see, such as a C++ extension: other stages would compute it from placeholders. Call "
-                    "that code inside one module's forward, or in a torch.autograd.Function."
-                )
-
-    def _locate_in_checkpoint(self, node: Node) -> None:
-        """Set the outermost of torch's activation checkpoints around the present call; note compiled functions."""
-        # The outermost: backward runs all of its calls again, also those of inner checkpoints.
-        outermost: FrameType | None = None
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_filename == _CHECKPOINT and frame.f_code.co_name == "checkpoint":
-                outermost = frame
-            self._calls_compiled |= frame.f_code.co_filename == _COMPILED and frame.f_code.co_name == "compile_wrapper"
-            frame = frame.f_back
-        if outermost is not None:
-            node.checkpoint = self._checkpoints.setdefault(outermost, len(self._checkpoints))
+            self._hidden.add(
+                made,
+                used,
+                operation=str(func),
+                location=caller_location(),
+                values=self._values.indices(used),
+                parameters=[
+                    self._names.parameters[id(tensor)] for tensor in used if id(tensor) in self._names.parameters
+                ],
+            )
 
     def _random_state(self) -> bytes | int:
         """Return a state that differs after a call that drew random numbers."""
         if self._settings.fake:
-            return self.counter.num_draws  # random calls with fake tensors do not advance the generator
+            return self.costs.counter.num_draws  # random calls with fake tensors do not advance the generator
         # Private: no public context lifts modes. Under them `numpy`, which detaches, would be a call of the step.
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             return torch.get_rng_state().numpy().tobytes()
@@ -492,25 +440,24 @@ class Tracer(TracingMode):
 
     def _use(self, node: Node, tensor: Tensor) -> None:
         key = id(tensor)
-        if key in self._parameters:
-            node.parameters = _with(node.parameters, self._parameters[key])
-        elif key in self._buffers:
-            node.buffers = _with(node.buffers, self._buffers[key])
-        elif key in self._value_of:
-            node.inputs = _with(node.inputs, self._value_of[key])
-        elif key in self._of_another_phase:
+        if key in self._names.parameters:
+            node.parameters = with_item(node.parameters, self._names.parameters[key])
+        elif key in self._names.buffers:
+            node.buffers = with_item(node.buffers, self._names.buffers[key])
+        elif (value := self._values.index(tensor)) is not None:
+            node.inputs = with_item(node.inputs, value)
+        elif key in self._names.of_another_phase:
             raise UserError(
                 f"{node} uses a tensor that the step of another phase has left behind. It exists in one stage, for "
                 "one micro-batch. Compute it again in this step, or type strategy=ddp."
             )
-        elif key in self._attribute_of:
-            node.buffers = _with(node.buffers, self._attribute_of[key])
-        elif key in self._hidden:
-            for value in self._hidden[key].values:
-                node.inputs = _with(node.inputs, value)
-            for name in self._hidden[key].parameters:
-                node.parameters = _with(node.parameters, name)
-            self._hidden_uses.append((node, self._hidden[key]))
+        elif key in self._names.attributes:
+            node.buffers = with_item(node.buffers, self._names.attributes[key])
+        elif hidden := self._hidden.used_by(node, tensor):
+            for value in hidden.values:
+                node.inputs = with_item(node.inputs, value)
+            for name in hidden.parameters:
+                node.parameters = with_item(node.parameters, name)
         elif key in self._made_inside:
             reference, first = self._made_inside[key]
             if reference() is tensor and first != node.index:
@@ -524,20 +471,17 @@ class Tracer(TracingMode):
         outputs: dict[int, bool] = {}
         node.result = tree_map(lambda leaf: self._traced_leaf(node, leaf, outputs), result)
         for tensor in switched:
-            if id(tensor) in self._value_of:
-                outputs[self._value_of[id(tensor)]] = tensor.requires_grad
+            if (value := self._values.index(tensor)) is not None:
+                outputs[value] = tensor.requires_grad
         node.written_buffers += tuple(self._writes.pop(node.index, ()))
         node.saved = tuple(self._saved_state.pop(node.index, ()))
-        node.saved_memories = tuple(self._memories.saved.get(node.index, ()))
+        node.saved_memories = tuple(self._values.memories.saved.get(node.index, ()))
         for tensor in written:
-            if id(tensor) in self._value_of:
+            if (value := self._values.index(tensor)) is not None:
                 # As it is now: a constant that a model value is written to needs a gradient from here on.
-                outputs[self._value_of[id(tensor)]] = tensor.requires_grad
-                node.written += (self._value_of[id(tensor)],)
-            alias_set = self._views.get(address_of(tensor), [])
-            if len(alias_set) > 1:
-                # A copy, as views that later calls make join the set.
-                self._written_alias_sets.append((list(alias_set), node.index))
+                outputs[value] = tensor.requires_grad
+                node.written += (value,)
+            self._values.note_write(tensor, node)
         node.has_plain = node.is_opaque and not all(
             isinstance(leaf, (ValueRef, ParameterRef)) for leaf in tree_leaves(node.result)
         )
@@ -566,22 +510,19 @@ class Tracer(TracingMode):
                     "and numbers from it, or call it inside one module's forward."
                 )
             return Constant()
-        name = self._parameters.get(id(leaf)) or self._buffers.get(id(leaf))
+        name = self._names.parameters.get(id(leaf)) or self._names.buffers.get(id(leaf))
         if name is not None:
             return ParameterRef(name)
-        if id(leaf) not in self._value_of:
-            outputs[self._new_value(leaf, local=False)] = leaf.requires_grad
-        return ValueRef(self._value_of[id(leaf)])
+        value = self._values.index(leaf)
+        if value is None:
+            value = self._values.add(leaf, local=False)
+            self._note_layout(value, leaf)
+            outputs[value] = leaf.requires_grad
+        return ValueRef(value)
 
-    def _new_value(self, tensor: Tensor, *, local: bool) -> int:
-        index = len(self._values)
-        self._values.append(Value(tuple(tensor.shape), tensor.dtype, local, self._memories.index(tensor)))
-        self._value_of[id(tensor)] = index
+    def _note_layout(self, value: int, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided or tensor.is_nested:
-            self.hazards.layouts[index] = tensor.layout
-        self._kept.append(tensor)
-        self._views.setdefault(address_of(tensor), []).append(index)
-        return index
+            self.hazards.layouts[value] = tensor.layout
 
     # -- Costs
 
@@ -590,8 +531,8 @@ class Tracer(TracingMode):
         index = self._position()[0]
         for name, _ in self._before.sharing(tensor):
             self._saved_state.setdefault(index, {})[name] = True
-        if id(base_of(tensor)) not in self._parameters and id(base_of(tensor)) not in self._buffers:
-            self.counter.total.activation_bytes += self._memories.save(tensor, index)
+        if id(base_of(tensor)) not in self._names.parameters and id(base_of(tensor)) not in self._names.buffers:
+            self.costs.counter.total.activation_bytes += self._values.memories.save(tensor, index)
         # Detached: the result of an operation that its own graph holds is a cycle, which nothing frees. Private: with
         # function modes on, what an autograd Function saves would be a call of the step.
         with torch._C.DisableTorchFunction():
@@ -605,66 +546,74 @@ class Tracer(TracingMode):
         for tensor in tensors(result):
             self._use(last, tensor)
         self._complete(last, None, [])
-        self._checkpoints.clear()  # a frame keeps all of its local variables alive
+        self._callers.checkpoints.clear()  # a frame keeps all of its local variables alive
         self.hazards.check_arrays()
         # Before the marking, which takes state that no node writes for a constant.
-        self._add_changes()
-        mark_batch_only_nodes(self._nodes, self._values, changed=self._settings.changed, rates=self._settings.rates)
+        self.changes.add_to(
+            self._nodes,
+            use=self._use,
+            is_value=lambda tensor: self._values.index(tensor) is not None,
+            has_hooks=bool(self._hooks.called),
+        )
+        values, changes = self._values.all, self.changes
+        mark_batch_only_nodes(self._nodes, values, changed=self._settings.changed, rates=self._settings.rates)
         if self._settings.leaf_modules:  # in a survey also those of scripted modules
-            self._check_hidden_uses()
+            self._hidden.check_uses(values)
         # After the marking: it would take the numbers, a value that no node makes, for one of the batch.
         numbers = None
         if any(node.sends_numbers for node in self._nodes):
-            numbers = len(self._values)
-            self._values.append(Value((self._num_codes,), torch.int64, local=False))
-        carried = [constraint for tensor, constraint in self._carried if id(tensor) not in self._cached]
+            numbers = len(values)
+            values.append(Value((self._num_codes,), torch.int64, local=False))
+        carried = [constraint for tensor, constraint in self._carried if id(tensor) not in changes.cached]
         carried_attributes = {
-            self._attribute_with[id(tensor)]: (constraint.first, tensor.shape, tensor.dtype)
+            changes.attribute_with[id(tensor)]: (constraint.first, tensor.shape, tensor.dtype)
             for tensor, constraint in self._carried
-            if id(tensor) in self._attribute_with and id(tensor) not in self._cached
+            if id(tensor) in changes.attribute_with and id(tensor) not in changes.cached
         }
         self._constraints += carried
         # One reason for a range is enough.
         carried_ranges = {(constraint.first, constraint.last) for constraint in self._constraints}
-        write_constraints = written_buffer_constraints(self._nodes, self._kind_of)
+        write_constraints = written_buffer_constraints(self._nodes, changes.kind_of)
         self._constraints += [group for group in write_constraints if (group.first, group.last) not in carried_ranges]
         self._constraints += self._hook_constraints()
         self._constraints = list(dict.fromkeys(self._constraints))
-        self._constraints += alias_constraints(self._nodes, self._written_alias_sets)
+        self._constraints += alias_constraints(self._nodes, self._values.written_alias_sets)
         self._constraints += gradient_constraints(self._nodes)
-        attribute_labels = {f"'{name}'" for name in self._changed}  # `_add_changes` has rules for these
+        attribute_labels = {f"'{name}'" for name in changes.changed}  # `add_to` has rules for these
         self.hazards.mutated = [(node, name) for node, name in self.hazards.mutated if name not in attribute_labels]
-        self._constraints += self.hazards.constraints(self._nodes, self._values)
+        self._constraints += self.hazards.constraints(self._nodes, values)
         self._constraints += parameter_hook_constraints(self._task, self._nodes)
         self._constraints += checkpoint_constraints(self._nodes)
         graph = TracedGraph(
             self._nodes,
-            self._values,
+            values,
             self._constraints,
             {name: num_bytes(parameter) for name, parameter in self._task.named_parameters()},
             numbers,
-            calls_compiled=self._calls_compiled,
+            calls_compiled=self._callers.compiled,
             temporary_hooks=self._hooks.temporary(self._task),
-            replaced=frozenset(self._changed),
-            handed_on=tuple(self._handed_on),
-            reset=self._reset,
+            replaced=frozenset(changes.changed),
+            handed_on=tuple(changes.handed_on),
+            reset=changes.reset,
             left_in=carried_attributes,
-            memory_bytes=tuple(self._memories.sizes),
+            memory_bytes=tuple(self._values.memories.sizes),
         )
         reading_paths = [node.path for node in self._nodes if not node.is_batch_only and node.reads]
-        reading_modules = {*reading_paths, *self._sized, *self.watch.drawing, *dict(self.hazards.refused)} - {""}
+        reading_modules = {
+            *reading_paths,
+            *self._lengths.asking,
+            *changes.watch.drawing,
+            *dict(self.hazards.refused),
+        } - {""}
         unsendable = [node for node in self._unsendable if not node.is_batch_only]
-        phase_leaks = frozenset(name for name in self.changed_again if self._is_of_one_stage(name))
+        phase_leaks = frozenset(name for name in changes.again if self._is_of_one_stage(name))
         # Weak from here on: `compare` looks only for tensors that the second run holds too.
-        hidden = [result.tensor for result in self._hidden.values()]
-        self._left_behind = [weakref.ref(tensor) for tensor in (*self._kept, *hidden)]
+        self._left_behind = [weakref.ref(tensor) for tensor in (*self._values.kept, *self._hidden.release())]
         self._left_behind += [reference for reference, _ in self._made_inside.values()]
-        self._kept.clear()
-        self._hidden.clear()
-        self._hidden_uses.clear()
+        self._values.kept.clear()
         return TraceResult(
             graph,
-            self._costs.calls,
+            self.costs.calls,
             self._opaque_leaf_modules,
             {self._nodes[group.first].name for group in carried} & self._settings.leaf_modules,
             reading_modules,
@@ -696,113 +645,70 @@ class Tracer(TracingMode):
                 found.changed_calls = first_node, second_node
                 return
 
-    def changes_attributes(self) -> bool:
-        """Return True if the step changed attributes or replaced buffers; raises UserError for what it must not do."""
-        replaced = self._before.attributes.replaced()
-        if replaced:
-            raise UserError(
-                f"the step registers or replaces '{replaced[0]}', which the other stages and the optimizer do not see. "
-                "Register it in the task's constructor, and write to it in place: under torch.no_grad(), "
-                f"self.{replaced[0]}.copy_(...)."
-            )
-        check_iterators(list(self.watch.iterators))
-        new_values = self._before.attributes.changed()
-        # Now, as a second run changes what is in containers.
-        self._changed = {name: self._before.attributes.tensors_in(value) for name, value in new_values.items()}
-        self._attribute_with = {id(value): name for name, value in new_values.items() if isinstance(value, Tensor)}
-        self._of_tensors_alone = {
-            name for name, value in new_values.items() if all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-        }
-        return bool(self._changed)
-
-    def changed(self) -> set[str]:
-        """Return the names of the attributes and buffers that the step wrote, also with what was there before."""
-        written = {name for name, access in self.watch.accesses.items() if access.last_write is not None}
-        return written | set(self._before.attributes.changed())
-
     def used(self) -> set[str]:
         """Return the names of the buffers, and of the attributes whose tensors of before the step used."""
         return {name for node in self._nodes for name in node.buffers}
 
-    def _is_kept_by_hooks(self, name: str) -> bool:
-        """Return True for a container that holds only tensors of this step, which hooks of modules may have kept."""
-        return (
-            bool(self._hooks.called)
-            and name not in self.used_again
-            and name in self._of_tensors_alone
-            and all(id(tensor) in self._value_of for tensor in self._changed[name])
-        )
-
-    def _add_changes(self) -> None:
-        """Add to the nodes the attributes that the step changes, and the buffers that it replaces, where it does so.
-
-        A stage runs the code between nodes from the beginning of the step to its own last node, so what that code
-        writes to an attribute is the same in all later stages: only the nodes up to the last write share a stage, and
-        none if the attribute is written before it is read. What a leaf module writes is in its stage alone.
-        """
-        buffers = {name for name, _ in self._task.named_buffers(remove_duplicate=False)}
-        states = {*self._changed, *self._settings.changed}
-        for node in self._nodes:
-            states.update(node.written_buffers)
-        for node in self._nodes:  # other attributes are constants
-            node.buffers = tuple(name for name in node.buffers if name in states or name in buffers)
-        self._handed_on = []
-        for name, attribute_tensors in self._changed.items():
-            access = self.watch.accesses.get(name)
-            # One user: the code between nodes, or one leaf module. Several would need the cache of another stage.
-            if name not in self.changed_again and (access is None or len(access.users) == 1):
-                self._cached.update(id(tensor) for tensor in attribute_tensors)
-                continue  # a cache, which each stage fills
-            if access is None:
-                raise UserError(
-                    f"the step changes the attribute '{name}' in a way that cannot be followed. Assign it by "
-                    f"self.{name.rpartition('.')[2]} = ... in its module, or type strategy=ddp."
-                )
-            if attribute_tensors and access.reads_first and self._kind_of(name) == "attribute":
-                self._handed_on.append(name)
-            # A container has changed inside, or a leaf module has written: other stages do not.
-            is_inside = access.last_write is None or access.writers != {""}
-            last = access.last if access.last_write is None or is_inside else access.last_write
-            is_kept = access.last_write is None and self._is_kept_by_hooks(name)
-            if (access.reads_first or is_inside) and not is_kept:
-                self._nodes[access.first].buffers = _with(self._nodes[access.first].buffers, name)
-            self._nodes[last].written_buffers = _with(self._nodes[last].written_buffers, name)
-            # The last write also uses what it assigns, which the stage of that node must have.
-            for tensor in attribute_tensors:
-                self._use(self._nodes[last], tensor)
-        written = {name for node in self._nodes for name in node.written_buffers}
-        for name in self._settings.changed - set(self._changed) - written:
-            if (access := self.watch.accesses.get(name)) is not None:
-                for index in (access.first, access.last):
-                    self._nodes[index].buffers = _with(self._nodes[index].buffers, name)
-        self._reset = frozenset(
-            name
-            for name, access in self.watch.accesses.items()
-            if access.last_write is not None and name not in self._changed
-        )
-
-    def _kind_of(self, name: str) -> str:
-        owner, _, key = name.rpartition(".")
-        module = self._task.get_submodule(owner)
-        return "parameter" if key in module._parameters else "buffer" if key in module._buffers else "attribute"
-
     def _is_of_one_stage(self, name: str) -> bool:
         """Return True for an attribute in which the step leaves a tensor that depends on the model."""
-        values = [self._value_of.get(id(tensor)) for tensor in self._changed.get(name, ())]
-        is_buffer = self._kind_of(name) == "buffer"
-        return not is_buffer and any(value is not None and not self._values[value].local for value in values)
+        values = self._values.indices(self.changes.changed.get(name, ()))
+        is_buffer = self.changes.kind_of(name) == "buffer"
+        return not is_buffer and any(not self._values.all[value].local for value in values)
 
     def _hook_constraints(self) -> Iterator[CutConstraint]:
         """Yield constraints around the nodes whose gradients a hook sees, and the node that sets it."""
         makers = {output.value: node for node in reversed(self._nodes) for output in node.outputs}
         for node in self._hook_calls:
-            users = [makers[value] for value in node.inputs if value in makers and not self._values[value].local]
+            users = [makers[value] for value in node.inputs if value in makers and not self._values.all[value].local]
             users += [user for user in self._nodes if set(user.parameters) & set(node.parameters)]
             indices = [node.index, *(user.index for user in users)]
             if min(indices) < max(indices):
                 reason = f"{node} sets a hook on the gradient of a tensor of {self._nodes[min(indices)]}"
                 advice = " Set it in the module that makes the tensor, or where that module is called."
                 yield CutConstraint(min(indices), max(indices), reason, advice)
+
+
+class _Callers:
+    """The frames around the calls of a step: torch's activation checkpoints, and compiled functions."""
+
+    def __init__(self) -> None:
+        self.checkpoints: dict[FrameType, int] = {}  # kept, so that no other frame has the same identity
+        self.compiled = False
+
+    def locate(self, node: Node) -> None:
+        """Set the outermost checkpoint around the present call of the step; note compiled functions."""
+        # The outermost: backward runs all of its calls again, also those of inner checkpoints.
+        outermost: FrameType | None = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == _CHECKPOINT and frame.f_code.co_name == "checkpoint":
+                outermost = frame
+            self.compiled |= frame.f_code.co_filename == _COMPILED and frame.f_code.co_name == "compile_wrapper"
+            frame = frame.f_back
+        if outermost is not None:
+            node.checkpoint = self.checkpoints.setdefault(outermost, len(self.checkpoints))
+
+
+class _Lengths:
+    """The tensors of a step whose length depends on elements, and the modules whose own code asks for one."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}  # by identity
+        self.asking: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._of
+
+    def note(self, arguments: Sequence[Tensor], results: Sequence[Tensor], *, of_elements: bool) -> None:
+        """Note the results of a call, all of them if it makes a shape of elements."""
+        # What has the length of an argument whose length depends on elements is taken to depend on them too.
+        lengths = {self._of[id(tensor)] for tensor in arguments if tensor in self}
+        for tensor in results:
+            if tensor.dim() and (of_elements or len(tensor) in lengths):
+                self._of[id(tensor)] = len(tensor)
 
 
 class _ForwardHooks:
@@ -829,10 +735,6 @@ def _hooks(module: nn.Module) -> set[int]:
     """Return the ids of a module's forward hooks."""
     # Private: torch lists hooks nowhere else. Their ids count up in a process: no two hooks have the same.
     return {*module._forward_pre_hooks, *module._forward_hooks}
-
-
-def _with(items: tuple[T, ...], item: T) -> tuple[T, ...]:
-    return items if item in items else (*items, item)
 
 
 _SIZES = frozenset(("__len__", "shape", "size", "numel", "nelement"))
