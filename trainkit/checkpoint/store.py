@@ -349,7 +349,7 @@ class CheckpointStore:
             entry = CheckpointEntry.of(path, content[HEADER], **written._asdict())
             earlier_entries = [earlier for earlier in manifest.entries if earlier.name != entry.name]
             if keep is not None:
-                kept_names = {kept.path.name for kept in keep([*earlier_entries, entry])}
+                kept_names = {chosen.path.name for chosen in keep([*earlier_entries, entry])}
                 earlier_entries = [earlier for earlier in earlier_entries if earlier.path.name in kept_names]
             # Before anything is removed: the one that stays must be readable when the others are gone.
             if len(earlier_entries) < len(manifest.entries):
