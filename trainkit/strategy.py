@@ -23,11 +23,10 @@ from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError, nearest
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in
-from trainkit.model.deferred_init import make_real
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.signals import ALWAYS
-from trainkit.task import TaskModule
+from trainkit.task import TaskModule, has_meta_tensors, is_deferred
 from trainkit.tree import to_device
 
 if TYPE_CHECKING:
@@ -157,7 +156,10 @@ class Strategy:
     def _move_task(self, task: TaskModule) -> None:
         """Leave the task on the device, with values and in the dtype of the precision."""
         # Values first, as `to` refuses the meta device; then the dtype, so that a smaller one is what is copied.
-        make_real(task, device=self.device)
+        if is_deferred(task) or has_meta_tensors(task):
+            from trainkit.model.deferred_init import make_real
+
+            make_real(task, device=self.device)
         self.precision.prepare(task)
         task.to(self.device)
 

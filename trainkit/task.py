@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from trainkit.errors import UserError, nearest
@@ -14,6 +19,8 @@ from trainkit.errors import UserError, nearest
 StepReturn = Tensor | Mapping[str, Tensor | float]
 OptimizerSpec = Optimizer | tuple[Optimizer, Any]
 """An optimizer, or an optimizer and an LRScheduler, a `trainkit.LRSchedule`, or a list of them."""
+DEFERRED = "_deferred_init"
+"""The attribute of modules that were built in `deferred_init`: how their tensors get their values."""
 
 
 class TaskModule(nn.Module):
@@ -108,6 +115,35 @@ def begin_training(task: TaskModule) -> None:
     """
     if not task.training:
         task.train()
+
+
+def is_deferred(task: nn.Module) -> bool:
+    """Return True if any tensor of a task was built in `deferred_init` and has no value yet."""
+    return any(DEFERRED in vars(module) for module in task.modules())
+
+
+def has_meta_tensors(task: nn.Module) -> bool:
+    """Return True if any parameter or buffer of a task is on the meta device."""
+    return any(tensor.is_meta for tensor in chain(task.parameters(), task.buffers()))
+
+
+@contextmanager
+def count_registrations(of: Container[int] | None = None) -> Iterator[list[int]]:
+    """Count the parameters and modules that modules register in the context: any, or those whose id is in `of`."""
+    # A list, so that the caller sees it grow.
+    registrations = [0]
+
+    def count(module: nn.Module, name: str, value: object) -> None:
+        if of is None or id(module) in of:
+            registrations[0] += 1
+
+    # torch's hooks for all modules of the process: other modules register too, so `of` selects.
+    hooks = [register_module_parameter_registration_hook(count), register_module_module_registration_hook(count)]
+    try:
+        yield registrations
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from trainkit.logger import Logger
 from trainkit.loops.fit_config import FitConfig, NonfinitePolicy
 from trainkit.loops.worker import FitResult, evaluate_on_rank, fit_on_rank
 from trainkit.model.compile import Compilation
-from trainkit.model.deferred_init import is_deferred, make_real, records_of
 from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
@@ -38,7 +37,7 @@ from trainkit.run_dir.lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
-from trainkit.task import ChecksSettings, TaskModule, check_loss_reduction, has_phases
+from trainkit.task import ChecksSettings, TaskModule, check_loss_reduction, has_meta_tensors, has_phases, is_deferred
 
 if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
@@ -314,6 +313,8 @@ class Trainer:
     def _load_trained(self, task: TaskModule, weights: Mapping[str, Any]) -> None:
         """Load into `task` what other processes have trained."""
         if is_deferred(task):
+            from trainkit.model.deferred_init import make_real
+
             make_real(task)
         self.fit_config.precision.prepare(task)  # to the type that the ranks trained in
         # Buffers, which may have grown in the ranks; `load_state_dict` refuses another shape.
@@ -344,7 +345,9 @@ class Trainer:
         device_type = self.strategy.validate(task, self.fit_config.precision)
         if self.fit_config.offload_activations:
             _check_offloads(self.strategy, device_type)
-        if is_deferred(task) or not self.strategy.initializes_modules:
+        if is_deferred(task) or (has_meta_tensors(task) and not self.strategy.initializes_modules):
+            from trainkit.model.deferred_init import records_of
+
             records_of(task)  # for its error: tensors on the meta device whose values cannot be made
         if self.fit_config.transforms is not None:
             self.fit_config.transforms.check(task)

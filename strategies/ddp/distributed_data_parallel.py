@@ -24,7 +24,7 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from trainkit.distributed.collectives import broadcast
-from trainkit.model.registrations import count_registrations
+from trainkit.task import count_registrations
 from trainkit.tree import tensors_in, to_device
 
 from ..reducer.bucket import GradBucket

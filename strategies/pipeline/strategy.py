@@ -25,14 +25,14 @@ from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.model.carried_state import shared_by_micro_batches
-from trainkit.model.deferred_init import is_deferred, make_real
+from trainkit.model.deferred_init import make_real
 from trainkit.model.references import references_to
 from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
-from trainkit.task import TaskModule, begin_training, has_phases
+from trainkit.task import TaskModule, begin_training, has_phases, is_deferred
 from trainkit.tree import map_tensors, to_device
 
 from ..merged_buffers import MergedBuffers

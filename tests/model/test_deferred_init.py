@@ -32,12 +32,12 @@ from trainkit.model.deferred_init import (
     TensorRef,
     _named_tensors,
     execution_order,
-    is_deferred,
     live_operations,
     make_real,
     records_of,
     replay,
 )
+from trainkit.task import is_deferred
 
 Build = Callable[[], nn.Module]
 

@@ -177,6 +177,7 @@ class CheckpointStore:
     @contextmanager
     def shard_folder(self, name: str) -> Iterator[Path]:
         """Make a folder for the shards of one checkpoint and lock the store; at the end unlisted files are removed."""
+        check_name(name)  # before it is a folder's
         with self._locked(name, {}):
             listed = self.entries()
             _sweep(self.folder, listed)
@@ -307,7 +308,6 @@ class CheckpointStore:
     @contextmanager
     def _locked(self, name: str, content: dict[str, Any]) -> Iterator[None]:
         """Make the folder and lock it against other writers, to save the content as checkpoint `name`."""
-        check_name(name)
         with self._disk_error_message(name, content):
             # Also if it was removed during the run.
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ class CheckpointStore:
             entry = CheckpointEntry.of(path, content[HEADER], **written._asdict())
             earlier_entries = [earlier for earlier in manifest.entries if earlier.name != entry.name]
             if keep is not None:
-                kept_names = {kept.path.name for kept in keep([*earlier_entries, entry])}
+                kept_names = {chosen.path.name for chosen in keep([*earlier_entries, entry])}
                 earlier_entries = [earlier for earlier in earlier_entries if earlier.path.name in kept_names]
             # Before anything is removed: the one that stays must be readable when the others are gone.
             if len(earlier_entries) < len(manifest.entries):

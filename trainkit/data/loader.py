@@ -217,7 +217,7 @@ class MapBatchLoader(BatchLoader):
     def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
         super().__init__(stage_data, strategy, **settings)
         self._pool: WorkerPool | None = None
-        if self.rank == 0 and stage_data.stage == "train" and can_seek(stage_data.dataset):
+        if self.rank == 0 and stage_data.stage == "train" and hasattr(stage_data.dataset, "load_state_dict"):
             logger.warning(
                 "the training dataset %s has a state_dict, which checkpoints do not hold: it has __getitem__, so a "
                 "resumed run reads it by index alone.",

@@ -18,12 +18,11 @@ from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.followed_state import FollowedState
 from trainkit.loops.replica_check import ReplicaCheck
 from trainkit.loops.rollback import NonFinitePolicy
-from trainkit.model.registrations import count_registrations
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.phases import PhaseStep, TrainStep, phased_step
 from trainkit.run import Run
 from trainkit.strategy import Strategy, SupportsPhases
-from trainkit.task import TaskModule, begin_training
+from trainkit.task import TaskModule, begin_training, count_registrations
 
 if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop

@@ -81,8 +81,8 @@ def fit_on_rank(
         seconds, samples = 0.0, 0
         try:
             # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
-            reported = compilation_reported(run.run_dir if run.is_main else None)
-            with nullcontext() if config.compile is None else reported, _exits_named(run):
+            folder = run.run_dir if run.is_main else None
+            with nullcontext() if config.compile is None else compilation_reported(folder), _exits_named(run):
                 loop = prepare_fit(run, config, strategy.comm.broadcast_object(_start_of(run, checkpoint)))
                 # After the restore, so that the speed counts this part of the run only.
                 seconds, samples = run.state.own_seconds, run.state.samples
@@ -201,8 +201,9 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
             seed_everything(config.seed + run.strategy.comm.rank)
     validation = _prepare_data(run, config)
     _check_hooks(run)
-    # Before the strategy partitions the task and the restore resizes buffers.
-    run.checkpointer.first_buffers = buffer_shapes(run.task)
+    if checkpoint is not None or run.checkpointer.store is not None:
+        # Before the strategy partitions the task and the restore resizes buffers.
+        run.checkpointer.first_buffers = buffer_shapes(run.task)
     _prepare_task(run, config)
     run.validates = validation is not None
     _prepare_optimizers(run, config)

@@ -40,10 +40,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.errors import UserError
+from trainkit.task import DEFERRED
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _REMEDY = "Build the task without deferred_init: set trainer.deferred_init=false."
-_RECORDS = "_deferred_init"
 """The attribute of a module with the records of its tensors: (tensor, Record) pairs."""
 _EMPTIES = ("empty", "empty_strided", "empty_like", "empty_permuted", "new_empty", "new_empty_strided")
 _ALLOCATES = tuple(f"aten::{name}" for name in _EMPTIES)
@@ -155,7 +155,7 @@ def deferred_init() -> Iterator[None]:
         records = [(tensor, recorder.record_of(tensor)) for _, tensor in _own_tensors(module) if recorder.has(tensor)]
         if records:
             # Past the __setattr__ of modules. A module that was built in two blocks has records of both.
-            vars(module).setdefault(_RECORDS, []).extend(records)
+            vars(module).setdefault(DEFERRED, []).extend(records)
 
 
 class _Recorder(TorchDispatchMode):
@@ -505,11 +505,6 @@ def _view(ref: TensorRef, storage: UntypedStorage) -> Tensor:
 # ---- Tasks
 
 
-def is_deferred(task: nn.Module) -> bool:
-    """Return True if any tensor of a task was built in `deferred_init` and has no value yet."""
-    return any(_RECORDS in vars(module) for module in task.modules())
-
-
 def records_of(task: nn.Module) -> dict[str, Record]:
     """Return how the values of a task's tensors on the meta device are made, by name.
 
@@ -517,7 +512,7 @@ def records_of(task: nn.Module) -> dict[str, Record]:
     were changed since.
     """
     # By id, which stays unique: the records hold their tensors.
-    by_id = {id(tensor): record for module in task.modules() for tensor, record in vars(module).get(_RECORDS, ())}
+    by_id = {id(tensor): record for module in task.modules() for tensor, record in vars(module).get(DEFERRED, ())}
     registered = {id(tensor) for tensor in (*task.parameters(), *task.buffers())}
     records = {}
     for name, tensor in _named_tensors(task):
@@ -583,7 +578,7 @@ def make_real(
 
         replay(recording, names, complete)
     for module in task.modules():
-        vars(module).pop(_RECORDS, None)
+        vars(module).pop(DEFERRED, None)
 
 
 def replace_content(tensor: Tensor, content: Tensor) -> None:
@@ -613,6 +608,6 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
         if isinstance(value, Tensor):
             yield name, value
-        elif isinstance(value, (list, tuple, dict)) and name not in ("_parameters", "_buffers", "_modules", _RECORDS):
+        elif isinstance(value, (list, tuple, dict)) and name not in ("_parameters", "_buffers", "_modules", DEFERRED):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{name}[{key}]", item) for key, item in items if isinstance(item, Tensor))
