@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -136,20 +136,6 @@ class ShardedOptimizer:
         # A parameter that no rank used has no gradient, and is not updated.
         with self._with_shard_params([shard for shard in self._shards if shard.owner.grad is not None]):
             yield
-
-    def unscale(self, unscale: Callable[[], None], *, overflow: Tensor) -> None:
-        """Call a scaler's `unscale` on the shards, so that it finds an `overflow` that happened on any rank.
-
-        It must also see a gradient on a rank without shards.
-        """
-        # A scaler looks at the optimizer's gradients alone, and this rank may have none, or only finite ones.
-        witness, params = nn.Parameter(torch.zeros(1)), self.optimizer.param_groups[0]["params"]
-        witness.grad = torch.where(overflow, torch.inf, 0.0).reshape(1).float()
-        params.append(witness)
-        try:
-            unscale()
-        finally:
-            params.pop()
 
     def step_buffer(self, buffer: int) -> None:
         """Update this rank's shards of one buffer, whose gradients are all summed.

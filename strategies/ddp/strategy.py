@@ -133,6 +133,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
                 "optimizer_in_backward=true or a comm_hook; set strategy.micro_batch_size to a number."
             )
+        self._is_compressed = self.comm_hook is not None or reduce_dtype is not None
         self._hook_states = HookStates(self.comm_hook)
         self._bucketwise: BucketwiseOptimizer | None = None
         self._separable: SeparableCheck | None = None  # with `optimizer_in_backward`
@@ -143,10 +144,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Make the Reducer of all trained parameters, or of those of a phase; collective."""
         check_rounding(self.reduce_dtype, phase_optimizer, self.precision)
         if self.optimizer_in_backward:
-            self._separable = self._separable or SeparableCheck("optimizer_in_backward")
-            self._separable.check(phase_optimizer)
-        reducer = self.gradients.add(task, phase_optimizer, comm=self.comm, log_dir=self.log_dir)
-        self._hook_states.register(reducer, phase=phase_optimizer.phase)
+            self._separable = SeparableCheck("optimizer_in_backward", phase_optimizer)
         if phase_optimizer.phase and self.optimizer_in_backward:
             raise UserError(
                 "optimizer_in_backward=true needs a single optimizer, and this task has phases. Set "
@@ -157,18 +155,21 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "LBFGS compares the exact gradients of several evaluations, after all of them are known. Set "
                 "strategy.optimizer_in_backward=false strategy.comm_hook=none."
             )
+        needs_all = phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler
+        if self.optimizer_in_backward and needs_all:
+            raise UserError(
+                "optimizer_in_backward=true updates parameters before all gradients are known, but max_grad_norm, "
+                "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
+                "strategy.optimizer_in_backward=false, or omit those."
+            )
+        reducer = self.gradients.add(task, phase_optimizer, comm=self.comm, log_dir=self.log_dir)
+        self._hook_states.register(reducer, phase=phase_optimizer.phase)
         if self.optimizer_in_backward:
-            if phase_optimizer.clip.limits or phase_optimizer.skip_nonfinite or self.precision.scaler:
-                raise UserError(
-                    "optimizer_in_backward=true updates parameters before all gradients are known, but max_grad_norm, "
-                    "max_grad_value, on_nonfinite=skip and fp16-mixed need all of them. Set "
-                    "strategy.optimizer_in_backward=false, or omit those."
-                )
             self._bucketwise = BucketwiseOptimizer(phase_optimizer.optimizer)
             self.updates_in_backward = True
             reducer.after_bucket = self._bucketwise.step
-        timeline, is_compressed = self.gradients.timeline, self.comm_hook is not None or self.reduce_dtype is not None
-        if timeline is not None and (is_compressed or not reducer.transport.sends):
+        timeline = self.gradients.timeline
+        if timeline is not None and (self._is_compressed or not reducer.transport.sends):
             timeline.compressed = ""  # its advice must not name a setting that changes nothing here
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
@@ -188,12 +189,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
         if self._separable is not None:
-            for phase_optimizer in phase_optimizers:
-                self._separable.check(phase_optimizer)  # a hook may have been registered
+            self._separable.check()  # a hook may have been registered
         return super().is_outdated(phase_optimizers)
 
     def _release(self) -> None:
-        self._separable = None
         self._hook_states.clear()
 
     # ---- A step
@@ -210,8 +209,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         `None` with a hook or `reduce_dtype`.
         """
         gradient_bytes = sum(parameter.nbytes for parameter in self._all_trained)
-        is_compressed = self.comm_hook is not None or self.reduce_dtype is not None
-        return None if is_compressed else ring_bytes(gradient_bytes, self.comm.world_size)
+        return None if self._is_compressed else ring_bytes(gradient_bytes, self.comm.world_size)
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch and free its graph."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 
 from trainkit.checkpoint.sharded_state import ShardedState
@@ -166,8 +165,9 @@ class FusionStrategy(MultiProcessStrategy):
             if self.device.type != "cpu":
                 raise UserError("shard_optimizer=true works on the CPU only; set strategy.shard_optimizer=false.")
             references_to(task, phase_optimizer.parameters, moved="which shard_optimizer=true moves to its buffers")
-            self._separable = self._separable or SeparableCheck("shard_optimizer")
-            self._separable.check(phase_optimizer)
+            self._separable = SeparableCheck("shard_optimizer", phase_optimizer)
+            # An overflow in one rank's shards must skip the step on all of them.
+            phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
         self._steps_in_backward = self.shard_optimizer and self._can_step_in_backward(phase_optimizer)
         self.gradients.add(task, phase_optimizer, comm=self.comm, log_dir=self.log_dir)
         if self.shard_optimizer:
@@ -215,8 +215,7 @@ class FusionStrategy(MultiProcessStrategy):
 
     def is_outdated(self, phase_optimizers: Sequence[PhaseOptimizer]) -> bool:
         if self._separable is not None:
-            for phase_optimizer in phase_optimizers:
-                self._separable.check(phase_optimizer)  # a hook may have been registered
+            self._separable.check()  # a hook may have been registered
             if self._separable.hooks and self._transport is not None:  # they expect one call for each step
                 self._steps_in_backward, self._transport.on_summed = False, None
         return super().is_outdated(phase_optimizers)
@@ -276,7 +275,8 @@ class FusionStrategy(MultiProcessStrategy):
         if not shards.is_open:
             shards.open(self.gradients.reducer.buckets)
         if self._transport.on_summed is None:
-            norm = self._update_shards(shards, phase_optimizer)
+            with shards.on_shards():
+                norm = super().optimizer_step(phase_optimizer)
             self._gather_weights()
         elif phase_optimizer.clip.norm is not None:  # an infinite limit: the norm is only logged
             norm = self._grad_norm(phase_optimizer)
@@ -285,22 +285,6 @@ class FusionStrategy(MultiProcessStrategy):
         # The first step shows the buffers, and whether a division by the sum of weights follows backward.
         steps = self._steps_in_backward and self._weighted is False
         self._transport.on_summed = shards.step_buffer if steps else None
-        return norm
-
-    def _update_shards(self, shards: ShardedOptimizer, phase_optimizer: PhaseOptimizer) -> Tensor | None:
-        """Unscale, clip and update this rank's shard of the weights; collective."""
-        norm = None
-        with shards.on_shards():
-            if self.precision.scaler is not None:
-                overflow = ~torch.isfinite(self._grad_norm(phase_optimizer))  # on any rank: all skip the same steps
-                shards.unscale(phase_optimizer.unscale, overflow=overflow)
-            if phase_optimizer.clip.norm is not None or phase_optimizer.skip_nonfinite:
-                norm = self._grad_norm(phase_optimizer)
-            if phase_optimizer.clip.norm is not None and norm is not None:
-                phase_optimizer.clip_by_norm(norm)
-            elif phase_optimizer.clip.value is not None:
-                phase_optimizer.clip_by_value()
-            phase_optimizer.update(norm=norm)
         return norm
 
     def _gather_weights(self) -> None:

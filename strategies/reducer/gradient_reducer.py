@@ -118,12 +118,12 @@ class GradientReducer(GradientSum):
 
     def reset(self) -> None:
         """Close the Reducers, before others take their place; gradients stay, ready to be summed again."""
+        reducers = list(self._reducers.values())
         self._close_reducers()
-        for reducer in self._reducers.values():
+        for reducer in reducers:
             for parameter in reducer.parameters:
                 if parameter.grad is not None:  # of no optimizer: a sum over ranks, which they will add up again
                     parameter.grad = parameter.grad / reducer.world_size
-        self._reducers, self._complete = {}, set()
 
     def finish(self) -> None:
         """Give the timeline the links of all ranks; collective."""
@@ -137,12 +137,11 @@ class GradientReducer(GradientSum):
             self._write_timeline(self.timeline)
         self.timeline = None
         self._close_reducers()
-        self._reducers, self._complete = {}, set()
 
     def _close_reducers(self) -> None:
         for reducer in self._reducers.values():
             reducer.close()
-        self.reducer, self._meter = None, None
+        self.reducer, self._meter, self._reducers, self._complete = None, None, {}, set()
 
     def _write_timeline(self, timeline: Timeline) -> None:
         if self._log_dir is not None:

@@ -25,13 +25,13 @@ from .hosts import HostLayout, OwnGroups
 from .process_group import ProcessGroupTransport
 from .sharded import FusionSettings, ShardTransport, ShardWork, open_server_groups, ordered_sum
 from .shared_memory import (
-    CHUNK_ELEMENTS,
-    LINE_BYTES,
     BucketWork,
     HostBucket,
     HostTransport,
     SharedBucket,
+    chunks_of,
     open_host_group,
+    span_of,
     write_to_all,
 )
 
@@ -108,7 +108,8 @@ class SharedBuffers(HostTransport, ShardTransport):
             in_place = self.device.type == "cpu" and flats[self.rank].dtype == dtype
             result = flats[self.rank] if in_place else torch.zeros(numel, dtype=dtype, device=self.device)
             limit = self.num_gradients()[number] if self.settings.sharded else numel
-            gradients = GradientBuffer(self, number, flats, result, span=self._span(limit, flats[0].element_size()))
+            span = span_of(limit, self.rank, self.num_servers, element_bytes=flats[0].element_size())
+            gradients = GradientBuffer(self, number, flats, result, span=span)
             self._gradients.append(gradients)
             return gradients
         weight_set, buffer = divmod(number - count, count)
@@ -144,13 +145,6 @@ class SharedBuffers(HostTransport, ShardTransport):
             written = self._weights[0][buffer].flat.element_size() if self._weights else read
             total += (stop - start) * (self.world_size - 1) * (read + written)
         return total
-
-    def _span(self, numel: int, element_bytes: int) -> tuple[int, int]:
-        """Return (start, stop) of this rank's shard, which starts at a cache line; empty if it is not a server."""
-        # Two servers that write to one cache line would take it from each other at every store.
-        line = LINE_BYTES // element_bytes
-        shard = -(-numel // self.num_servers // line) * line
-        return min(self.rank * shard, numel), min((self.rank + 1) * shard, numel)
 
     # ---- Transfers
 
@@ -216,10 +210,8 @@ class GradientBuffer(HostBucket):
         self, owner: SharedBuffers, number: int, flats: list[Tensor], result: Tensor, *, span: tuple[int, int]
     ) -> None:
         self.owner, self.result, self.span = owner, result, span
-        # In chunks, which stay in cache from the sum to the writes.
-        shards = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
-        flat, chunks = flats[owner.rank], [list(chunk) for chunk in zip(*shards, strict=True)]
-        super().__init__(number, flat, chunks, self._memory_of_sums(flat))
+        flat = flats[owner.rank]
+        super().__init__(number, flat, chunks_of(flats, span), self._memory_of_sums(flat))
         self.flag_views = [flat[owner.num_gradients()[number] :] for flat in flats]
         self.copy: Event = None  # to the host
 

@@ -161,7 +161,10 @@ class SharedMemoryTransport(Transport):
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> SharedBucket:
         """Return bucket `number`, of which each rank holds one of the flat tensors."""
-        return SharedBucket(number, flats[self.rank], _shards(flats, self.rank))
+        return SharedBucket(number, flats[self.rank], chunks_of(flats, self._span(flats[0])))
+
+    def _span(self, flat: Tensor) -> tuple[int, int]:
+        return span_of(len(flat), self.rank, self.world_size, element_bytes=flat.element_size())
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:
         """Mark this rank's bucket as filled, and sum its shards of buckets that all ranks have filled."""
@@ -304,7 +307,7 @@ class HierarchicalTransport(HostTransport):
         return flats
 
     def make_bucket(self, number: int, flats: list[Tensor]) -> HostBucket:
-        shards = [shard_of(flat, self.rank, len(flats)) for flat in flats]
+        shards = [flat[slice(*self._span(flat))] for flat in flats]
         # Summed in the first rank's bucket: only this rank reads or writes this shard of it.
         return HostBucket(number, flats[self.rank], [shards], shards[0])
 
@@ -558,15 +561,17 @@ def write_to_all(total: Tensor, chunk: list[Tensor]) -> None:
             tensor.copy_(total)
 
 
-def shard_of(flat: Tensor, owner: int, world_size: int) -> Tensor:
-    """Return the owner's shard of a flat tensor, a view that starts at a cache line."""
-    shard = _round_up(-(-flat.numel() // world_size), LINE_BYTES // flat.element_size())
-    return flat[owner * shard : (owner + 1) * shard]
+def span_of(numel: int, owner: int, owners: int, *, element_bytes: int) -> tuple[int, int]:
+    """Return (start, stop) of the owner's shard, which starts at a cache line; empty for the last of too many."""
+    # Two ranks that write to one cache line would take it from each other at every store.
+    shard = _round_up(-(-numel // owners), LINE_BYTES // element_bytes)
+    return min(owner * shard, numel), min((owner + 1) * shard, numel)
 
 
-def _shards(flats: list[Tensor], owner: int) -> list[list[Tensor]]:
-    """Return the chunks of the owner's shard, each as its tensors in rank order."""
-    shards = [shard_of(flat, owner, len(flats)).split(CHUNK_ELEMENTS) for flat in flats]
+def chunks_of(flats: list[Tensor], span: tuple[int, int]) -> list[list[Tensor]]:
+    """Return the chunks of a shard, each as its tensors in rank order."""
+    # A chunk stays in cache from the sum to the writes.
+    shards = [flat[slice(*span)].split(CHUNK_ELEMENTS) for flat in flats]
     return [list(chunk) for chunk in zip(*shards, strict=True)]
 
 

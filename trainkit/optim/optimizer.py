@@ -212,8 +212,9 @@ class PhaseOptimizer:
             self._scaler.unscale_(self.optimizer)
             if self.max_over_ranks is not None:
                 flags = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
-                device = next(iter(flags), self.parameters[0].device)
-                # All ranks take part, also one without gradients, or the others wait for it forever.
+                # All ranks take part, also one without gradients or even parameters, or the others wait for it forever.
+                devices = [*flags, *(parameter.device for parameter in self.parameters)]
+                device = devices[0] if devices else torch.device("cpu")
                 worst = sum(flags.values(), start=torch.zeros((), device=device))
                 flags.clear()
                 flags[device] = self.max_over_ranks(worst)

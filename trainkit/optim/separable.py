@@ -27,23 +27,24 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class SeparableCheck:
     """Refuses an optimizer that uses several parameters together, as the strategy's `setting` steps parts of them."""
 
-    def __init__(self, setting: str) -> None:
-        self.setting = setting
-        self.hooks: list[Callable[..., Any]] | None = None
-        """Hooks of the optimizer's steps that were tried."""
-
-    def check(self, phase_optimizer: PhaseOptimizer) -> None:
-        """Raise UserError if the optimizer or its present hooks use several parameters together."""
-        # Trying copies takes milliseconds, and this runs between any two steps: only a new hook is tried.
-        hooks = step_hooks(phase_optimizer.optimizer)
-        if hooks == self.hooks:
-            return
+    def __init__(self, setting: str, phase_optimizer: PhaseOptimizer) -> None:
+        self.setting, self.optimizer = setting, phase_optimizer.optimizer
         if phase_optimizer.has_mode:
             raise UserError(
-                f"{type(phase_optimizer.optimizer).__name__} counts its steps, and {self.setting}=true makes one for "
-                f"each part of the parameters. Set strategy.{self.setting}=false."
+                f"{type(self.optimizer).__name__} counts its steps, and {setting}=true makes one for each part of the "
+                f"parameters. Set strategy.{setting}=false."
             )
-        culprit, self.hooks = coupled_by(phase_optimizer.optimizer), hooks
+        self.hooks: list[Callable[..., Any]] | None = None
+        """Hooks of the optimizer's steps that were tried."""
+        self.check()
+
+    def check(self) -> None:
+        """Raise UserError if the optimizer or its present hooks use several parameters together."""
+        # Trying copies takes milliseconds, and this runs between any two steps: only a new hook is tried.
+        hooks = step_hooks(self.optimizer)
+        if hooks == self.hooks:
+            return
+        culprit, self.hooks = coupled_by(self.optimizer), hooks
         if culprit is not None:
             raise UserError(
                 f"{culprit} may use several parameters or gradients together, and {self.setting}=true steps the "

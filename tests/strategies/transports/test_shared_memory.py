@@ -29,7 +29,8 @@ from trainkit.strategies.transports.shared_memory import (
     NONCE_BYTES,
     PeerMemory,
     SharedMemoryTransport,
-    _shards,
+    chunks_of,
+    span_of,
     why_no_shared_memory,
 )
 
@@ -227,7 +228,8 @@ def test_a_group_of_some_ranks_shares_memory_among_them():
 @given(numel=st.integers(0, 1_000_000), world_size=st.integers(1, 9))
 def test_shards_cover_each_element_once(numel, world_size):
     flats: list[Tensor] = [torch.empty(numel, device="meta") for _ in range(world_size)]
-    chunks = [chunk for owner in range(world_size) for chunk in _shards(flats, owner)]
+    owned = [span_of(numel, owner, world_size, element_bytes=4) for owner in range(world_size)]
+    chunks = [chunk for span in owned for chunk in chunks_of(flats, span)]
     spans = sorted((chunk[0].storage_offset(), chunk[0].numel()) for chunk in chunks)
     end = 0
     for start, size in spans:
