@@ -28,7 +28,6 @@ from trainkit.checkpoint.store import (
     write_manifest,
 )
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError
-from trainkit.files import text_digest
 
 
 def payload_of(step: int) -> dict[str, Any]:
@@ -421,7 +420,7 @@ def forge(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
     document = json.loads(manifest.read_text())
     del document["digest"]
     change(document)
-    document["digest"] = text_digest(json.dumps(document, sort_keys=True))
+    document["digest"] = store_module._digest_of(document)
     manifest.write_text(json.dumps(document))
 
 
