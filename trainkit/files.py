@@ -200,11 +200,6 @@ def file_digest(file: FileIO, algorithm: str) -> FileDigest:
     return hasher.digest()
 
 
-def text_digest(text: str) -> str:
-    """Return the SHA-256 hash of a text in the form of a FileDigest's."""
-    return f"sha256:{hashlib.sha256(text.encode(), usedforsecurity=False).hexdigest()}"
-
-
 @cache
 def fastest_algorithm() -> str:
     """Return the hash that this machine computes faster: SHA-256 if the processor has instructions for it."""

@@ -28,7 +28,6 @@ from trainkit.checkpoint.store import (
     write_manifest,
 )
 from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError
-from trainkit.files import text_digest
 
 
 def payload_of(step: int) -> dict[str, Any]:
@@ -205,27 +204,33 @@ def test_save_removes_nothing_when_the_new_checkpoint_is_damaged(
     assert store.load_last().entry.step == 1
 
 
-def test_save_that_keeps_one_checkpoint_takes_one_lock_and_writes_one_manifest(
+def test_a_save_that_removes_a_checkpoint_is_one_change_in_an_order_that_no_power_cut_hurts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = filled(tmp_path, [3.0])
-    calls = []
+    calls: list[str] = []
 
-    def counted(module: Any, name: str) -> None:
+    def noted(module: Any, name: str, note: Callable[..., str]) -> None:
         function = getattr(module, name)
 
         def call(*arguments: Any, **settings: Any) -> Any:
-            calls.append(name)
+            calls.append(note(*arguments))
             return function(*arguments, **settings)
 
         monkeypatch.setattr(module, name, call)
 
-    counted(store_module, "only_writer")
-    counted(store_module, "write_manifest")
-    counted(os, "fsync")
+    noted(store_module, "only_writer", lambda folder: "lock")
+    noted(os, "fsync", lambda descriptor: f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+    noted(os, "replace", lambda source, target: f"name {Path(target).name}")
+    noted(os, "unlink", lambda path, *more, **named: f"remove {Path(path).name}")
     store.save(payload_of(1), name="step_1", step=1, epoch=0, keep=lambda entries: entries[-1:])
-    # The file, its name, the manifest, its name.
-    assert calls == ["only_writer", "fsync", "fsync", "write_manifest", "fsync", "fsync"]
+    folder = tmp_path.name
+    assert [call for call in calls if not call.startswith("remove .")] == [
+        "lock",
+        *("sync .step_1.pt.part", "name step_1.pt", f"sync {folder}"),
+        *("sync .manifest.json.part", "name manifest.json", f"sync {folder}"),
+        *("remove step_0.pt", "remove step_0.shards"),
+    ]
     assert [entry.step for entry in store.entries()] == [1]
 
 
@@ -415,7 +420,7 @@ def forge(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
     document = json.loads(manifest.read_text())
     del document["digest"]
     change(document)
-    document["digest"] = text_digest(json.dumps(document, sort_keys=True))
+    document["digest"] = store_module._digest_of(document)
     manifest.write_text(json.dumps(document))
 
 

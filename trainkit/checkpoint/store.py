@@ -25,6 +25,7 @@ writes, so the rebuilt manifest is written by the next save.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -70,7 +71,6 @@ from trainkit.files import (
     part_of,
     reason,
     sync_folder,
-    text_digest,
     write_payload,
     write_text,
 )
@@ -485,7 +485,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def _digest_of(document: Mapping[str, Any]) -> str:
-    return text_digest(json.dumps(document, sort_keys=True))
+    text = json.dumps(document, sort_keys=True)
+    return f"sha256:{hashlib.sha256(text.encode(), usedforsecurity=False).hexdigest()}"
 
 
 def _read_manifest(folder: Path) -> Manifest:

@@ -313,7 +313,7 @@ class Checkpointer:
             "task_class": f"{type(run.task).__module__}.{type(run.task).__qualname__}",
         }
         # The state is complete on the main rank only.
-        if run.is_main and self.first_buffers:
+        if self.first_buffers and run.is_main:
             payload[RESIZED] = resized_names(payload["task"], self.first_buffers, run.task)
         # Last, so that callbacks see all of the payload and may add to it.
         run.emit("on_save", payload)
