@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
-from trainkit.strategies.reducer.reductions import open_transport
+from trainkit.strategies.transports.selection import open_transport
 
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.testing import run_ranks

@@ -300,12 +300,12 @@ class MultiProcessStrategy(Strategy):
     def teardown(self) -> None:
         """Leave the process groups that this strategy joined or made; may be called twice."""
         super().teardown()
-        failing = sys.exc_info()[1]  # `teardown` is called in a `finally`
-        breaks_off = failing is not None and self.comm.num_processes > 1
-        if breaks_off:
+        error = sys.exc_info()[1]  # `teardown` is called in a `finally`
+        leaves_others = error is not None and self.comm.num_processes > 1
+        if leaves_others:
             # If this rank left now, ranks that wait for it would report a broken connection instead of the reason, and
             # destroying the group could block. The process is about to end.
-            self.publish_failure(f"{type(failing).__name__}: {failing}")
+            self.publish_failure(f"{type(error).__name__}: {error}")
         # First the threads and memory that use the group, then the group.
         self._release()
         self.gradients.close()
@@ -318,7 +318,7 @@ class MultiProcessStrategy(Strategy):
             self._stop_flag = None
         if isinstance(self.comm, ProcessGroupCollectives):
             self.comm.consensus = None
-        if breaks_off:
+        if leaves_others:
             self._own_groups.leave(destroy=False)
             return
         if isinstance(self.comm, ProcessGroupCollectives):

@@ -31,9 +31,9 @@ from ..reducer.bucket import GradBucket
 from ..reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB
 from ..reducer.bucket_recorder import Timeline, logging_times
 from ..reducer.reducer import Reducer, ReducerSettings
-from ..reducer.reductions import open_transport
 from ..reducer.unused_parameters import unreached_parameters
 from ..transports.process_group import CommunicationHook, HookFuture, TransportName
+from ..transports.selection import open_transport
 
 _INSTEAD = {
     "mixed_precision": "compute in torch.autocast, which keeps parameters and gradients in full precision",

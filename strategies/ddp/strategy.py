@@ -24,8 +24,8 @@ from ..reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
 from ..reducer.bucket_recorder import Timeline
 from ..reducer.gradient_reducer import GradientReducer, check_choice, check_reduce_dtype, check_rounding
 from ..reducer.reducer import ReducerSettings, Unused
-from ..reducer.reductions import open_transport
 from ..transports.process_group import CommunicationHook, TransportName
+from ..transports.selection import open_transport
 from .comm_hooks import PowerSGD, make_comm_hook
 from .hook_states import HookStates
 

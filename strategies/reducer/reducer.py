@@ -34,9 +34,10 @@ from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
 
 from ..transports.process_group import CommunicationHook, ProcessGroupTransport, Transport
+from ..transports.selection import open_transport
 from .bucket import Bucket, GradientEntry, LaunchQueue, ReducerSettings, Unused, make_buckets
 from .grad_norm import total_norm, whole_gradients
-from .reductions import BucketReductions, open_transport
+from .reductions import BucketReductions
 from .unused_parameters import BucketFiller, FirstBackwardStats, UnusedParameters, make_plan
 
 __all__ = ["Reducer", "ReducerSettings", "Unused"]

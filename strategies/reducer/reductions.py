@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..transports.half_precision import HalfPrecisionTransport
-from ..transports.hosts import HostLayout, OwnGroups
-from ..transports.process_group import CommunicationHook, PendingHook, ProcessGroupTransport, Transport, TransportName
-from ..transports.shared_memory import HierarchicalTransport, SharedMemoryTransport, open_host_group
+from ..transports.process_group import CommunicationHook, PendingHook, ProcessGroupTransport, Transport
 from .bucket import Bucket, GradBucket, ReducerSettings
-
-logger = logging.getLogger(__name__)
 
 
 class BucketReductions:
@@ -176,47 +167,3 @@ def _copy_back(bucket: Bucket) -> None:
         gradients, views = zip(*pairs, strict=True)
         with torch.no_grad():
             torch._foreach_copy_(gradients, views)  # private: torch has no public copy of many tensors in one call
-
-
-def open_transport(
-    process_group: ProcessGroupTransport,
-    *,
-    name: TransportName = "auto",
-    reduce_dtype: torch.dtype | None = None,
-    hosts: HostLayout | None = None,
-    own_groups: OwnGroups | None = None,
-) -> Transport:
-    """Return the transport called `name` of the ranks of `process_group`. Collective.
-
-    "auto" is shared memory inside each host where it works, else the process group. In `reduce_dtype` gradients are
-    sent between the ranks of the process group, or between hosts; those in shared memory are exact. `hosts` are those
-    of the ranks, if known. `own_groups` takes the groups of hosts; without it they end with the default group.
-    """
-    group, device = process_group.group, process_group.device
-    store, seconds = process_group.failure_store, process_group.timeout_seconds
-
-    def over(members: dist.ProcessGroup) -> ProcessGroupTransport:
-        kind = ProcessGroupTransport if reduce_dtype is None else partial(HalfPrecisionTransport, dtype=reduce_dtype)
-        return kind(members, failure_store=store, device=device, timeout_seconds=seconds)
-
-    if reduce_dtype is not None:
-        process_group = over(group)
-    if name == "process_group" or (name == "auto" and (device.type != "cpu" or group.size() == 1)):
-        return process_group
-    hosts, own_groups = hosts or HostLayout.gather(group), own_groups or OwnGroups(timedelta(seconds=seconds))
-    inside, reason = open_host_group(hosts, group, device=device, even=True, own_groups=own_groups)
-    if reason is None and len(hosts.ranks) == 1:
-        if reduce_dtype is not None and group.rank() == 0:
-            logger.info("reduce_dtype rounds nothing: the ranks of one host sum gradients in shared memory")
-        # Pages are taken bucket by bucket, as gradients move in and free their own: there are never two full sets.
-        return SharedMemoryTransport(group, failure_store=store, timeout_seconds=seconds, preallocate=False)
-    if reason is None:
-        between = own_groups.new_of_sets(hosts.columns(hosts.fewest_ranks), group, backend="gloo")
-        assert between is not None  # hosts are even: each rank is in one column
-        names = hosts.ranks_on_host(group.rank())
-        return HierarchicalTransport(inside, over(between), names=names, failure_store=store, timeout_seconds=seconds)
-    if name == "shared_memory":
-        raise ValueError(f'transport="shared_memory" cannot work here: {reason}. Use transport="auto".')
-    if group.rank() == 0:
-        logger.info("gradients go through the process group, not through shared memory: %s", reason)
-    return process_group

@@ -23,6 +23,7 @@ from .gloo_ring import GlooExchange
 from .host_copy import Event, open_host_copier
 from .hosts import HostLayout, OwnGroups
 from .process_group import ProcessGroupTransport
+from .selection import open_host_group
 from .sharded import FusionSettings, ShardTransport, ShardWork, open_server_groups, ordered_sum
 from .shared_memory import (
     BucketWork,
@@ -30,7 +31,6 @@ from .shared_memory import (
     HostTransport,
     SharedBucket,
     chunks_of,
-    open_host_group,
     span_of,
     write_to_all,
 )

@@ -43,7 +43,7 @@ from torch import Tensor
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore, stopped
 
-from .hosts import HostLayout, OwnGroups, host_name
+from .hosts import host_name
 from .process_group import ProcessGroupTransport, Transport, Work
 
 LINE_BYTES = 64  # of the processor's cache; regions and shards start at its multiples, so that no two ranks write one
@@ -71,28 +71,6 @@ def why_no_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str 
     except SharedMemoryError as error:
         return str(error)
     return None
-
-
-def open_host_group(
-    hosts: HostLayout, group: dist.ProcessGroup, *, device: torch.device, even: bool, own_groups: OwnGroups
-) -> tuple[dist.ProcessGroup, str | None]:
-    """Return the group of this host's ranks, and `None` if these can share memory on every host, else the reason.
-
-    Collective, with the same reason on every rank: ranks on different transports would hang. `even`: each host must
-    have the same number of ranks, above 1.
-    """
-    if len(hosts.ranks) > 1:
-        if even and len(hosts.ranks) == group.size():
-            return group, "every rank is on a different host"
-        if even and not hosts.is_even:
-            return group, "hosts have unequal numbers of ranks"
-        if group.size() != dist.get_world_size():  # new groups are made by all ranks
-            return group, "the ranks of several hosts are a part of all ranks"
-    inside = group if len(hosts.ranks) == 1 else own_groups.new_of_sets(hosts.ranks, group, backend="gloo")
-    assert inside is not None  # each rank is on a host
-    # Over all hosts: if one of them cannot share memory, all ranks use another transport.
-    reasons = gather(why_no_shared_memory(inside, device), group)
-    return inside, next((reason for reason in reasons if reason is not None), None)
 
 
 def nap_after(waited: float, *, longest: float) -> float:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
-from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.transports.process_group import WatchedWork
+from trainkit.strategies.transports.selection import open_transport
 
 from trainkit.cli import main as cli
 from trainkit.distributed.failure_store import FailureStore, RankError

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trainkit.strategies.reducer.bucket_plan import MIB
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
-from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.reducer.unused_parameters import unreached_parameters
+from trainkit.strategies.transports.selection import open_transport
 
 from trainkit.testing import run_ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.process_group import ProcessGroupTransport
+from trainkit.strategies.transports.selection import open_transport
 from trainkit.strategies.transports.shared_memory import HierarchicalTransport
 
 from tests.equality import largest_difference, numbers

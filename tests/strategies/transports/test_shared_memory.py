@@ -21,9 +21,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from trainkit.strategies.reducer.reductions import open_transport
 from trainkit.strategies.transports import shared_memory
 from trainkit.strategies.transports.process_group import ProcessGroupTransport
+from trainkit.strategies.transports.selection import open_transport
 from trainkit.strategies.transports.shared_memory import (
     MESSAGE_BYTES,
     NONCE_BYTES,
