@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainkit.errors import UserError, nearest
@@ -106,6 +107,16 @@ def check_loss_reduction(task: TaskModule) -> None:
             f"{type(task).__name__} has loss_reduction = {value!r}.{nearest(str(value), ('mean', 'sum'))} Set it to "
             "'mean' or 'sum', which is what training_step returns over the samples of its batch."
         )
+
+
+def check_shapes(task: nn.Module) -> None:
+    """Raise UserError for a parameter of a lazy module that has not run: it has no shape yet."""
+    for name, parameter in task.named_parameters():
+        if is_lazy(parameter):
+            raise UserError(
+                f"{name} of {type(task).__name__} has no shape before its lazy module runs. Run it on "
+                "an example at the end of __init__: self.layers(torch.zeros(1, 8))."
+            )
 
 
 def begin_training(task: TaskModule) -> None:

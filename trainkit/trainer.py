@@ -37,7 +37,15 @@ from trainkit.run_dir.lock import check_not_locked
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
-from trainkit.task import ChecksSettings, TaskModule, check_loss_reduction, has_meta_tensors, has_phases, is_deferred
+from trainkit.task import (
+    ChecksSettings,
+    TaskModule,
+    check_loss_reduction,
+    check_shapes,
+    has_meta_tensors,
+    has_phases,
+    is_deferred,
+)
 
 if TYPE_CHECKING:
     from trainkit.report.config_diff import ConfigChange
@@ -304,6 +312,7 @@ class Trainer:
         checked = self._checked_data(task, data, "train")
         if isinstance(task, ChecksSettings):
             task.check_settings(self.strategy, self.fit_config)
+        check_shapes(task)
         if self.requeue_after is not None and resume != AUTO:
             raise UserError(
                 "requeue=true starts the same command again, which must then resume this run; add resume=auto."

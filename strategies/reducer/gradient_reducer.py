@@ -91,6 +91,12 @@ class GradientReducer(GradientSum):
         # A single optimizer may leave out parameters that get gradients: they are reduced too, as in one process.
         if phase_optimizer.phase:
             named = [(name, p) for name, p in named if id(p) in optimizer_ids]
+        if not named:
+            phase = f" of the phase {phase_optimizer.phase!r}" if phase_optimizer.phase else ""
+            raise UserError(
+                f"no parameter{phase} of {type(task).__name__} requires a gradient, so {self.strategy} has nothing to "
+                "sum. Call requires_grad_(True) on what is trained before fit."
+            )
         hosts = HostLayout.gather(comm.group)
         reducer = self.reducer = self._reducers[phase_optimizer.phase] = Reducer(
             named,

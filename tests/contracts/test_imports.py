@@ -1,6 +1,7 @@
 """Modules that importing trainkit loads, and the independence of the core from implementations."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,16 @@ def test_the_trainer_imports_no_hydra_rich_or_tensorboard():
 @pytest.mark.parametrize("name", trainkit.__all__)
 def test_every_public_name_can_be_imported(name):
     assert getattr(trainkit, name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["DDP", "DataParallel", "FSDP", "Fusion", "Pipeline"])
+def test_a_strategy_can_be_imported_from_its_package(name):
+    folder = {"DataParallel": "dp"}.get(name, name.lower())
+    package = importlib.import_module(f"trainkit.strategies.{folder}")
+    assert f"{name}Strategy" in package.__all__
+    assert getattr(package, f"{name}Strategy").__name__ == f"{name}Strategy"
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        package.Nothing  # noqa: B018
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -372,13 +371,6 @@ def configure_optimizers(
             f"{type(task).__name__} has no parameters to train; make layers attributes of the task "
             "(lists of them in nn.ModuleList)."
         )
-
-    for name, parameter in task.named_parameters():
-        if is_lazy(parameter):
-            raise UserError(
-                f"{name} of {type(task).__name__} has no shape before its lazy module runs. Run it on "
-                "an example at the end of __init__: self.layers(torch.zeros(1, 8))."
-            )
 
     def prepared(returned: Any, phase: Phase | None) -> PhaseOptimizer:
         limits = clip

@@ -408,6 +408,13 @@ def test_a_task_that_cannot_be_pickled_is_rejected_with_advice(tmp_path):
         fit(DDPStrategy(devices=2, device="cpu"), task, run_dir=tmp_path)
 
 
+def test_a_task_that_is_frozen_whole_is_rejected_with_advice(tmp_path):
+    task = Regression()
+    task.requires_grad_(False)
+    with pytest.raises(UserError, match=r"no parameter of Regression requires a gradient.*requires_grad_\(True\)"):
+        fit(DDPStrategy(devices=1, device="cpu"), task, run_dir=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
