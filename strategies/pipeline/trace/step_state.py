@@ -24,37 +24,19 @@ from .graph import (
 )
 from .memories import memory_of
 
-_TENSORS = ("_parameters", "_buffers", "_modules")
 
-
-@contextmanager
-def fake_tensors(task: nn.Module) -> Iterator[None]:
-    """Replace the parameters and buffers of the task by fake tensors in the block.
+def use_fake_tensors(task: nn.Module) -> None:
+    """Put fake tensors in the place of the parameters and buffers of the task; `preserve_task` puts these back.
 
     Results of computations with them are fake too, with the device CPU. What depends on the batch alone is computed,
-    so that the step takes its usual branches. Attributes of modules that the step sets are dropped at the end, since
-    they may be fake.
+    so that the step takes its usual branches.
     """
-    saved_attributes = [(module, dict(module.__dict__)) for module in task.modules()]
-    contents = [(module, [dict(getattr(module, kind)) for kind in _TENSORS]) for module in task.modules()]
-    try:
-        # Only made under the mode: calls with fake tensors find it through these, and calls without one are computed.
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fakes: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in named_state(task).values()}
-        for module in task.modules():
-            for table in (module._parameters, module._buffers):
-                table.update({name: fakes[id(tensor)] for name, tensor in table.items() if tensor is not None})
-        yield
-    finally:
-        # First, as the tables below are looked up there.
-        for module, attributes in saved_attributes:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for module, kinds in contents:
-            for kind, content in zip(_TENSORS, kinds, strict=True):
-                current = getattr(module, kind)
-                current.clear()
-                current.update(content)
+    # Only made under the mode: calls with fake tensors find it through these, and calls without one are computed.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes: dict[int, Any] = {id(tensor): _fake(tensor) for tensor in named_state(task).values()}
+    for module in task.modules():
+        for table in (module._parameters, module._buffers):
+            table.update({name: fakes[id(tensor)] for name, tensor in table.items() if tensor is not None})
 
 
 def _fake(tensor: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ from .hazards import ARRAYS, Hazards, check_classes, parameter_hook_constraints
 from .interceptor import ModuleInterceptor, TracingMode, function_name, without_hooks
 from .memories import base_of, version_of
 from .state_changes import StateChanges, with_item
-from .step_state import PreservedState, StateNames, copy_batch, fake_tensors, preserve_state
+from .step_state import PreservedState, StateNames, copy_batch, preserve_state, use_fake_tensors
 from .values import HiddenResults, TracedValues
 
 SIDE_EFFECTS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
@@ -102,27 +102,27 @@ def trace(
 
     def run(*, counts_saved: bool = True, calls_hooks: bool = True, is_repeated: bool = False) -> TraceResult:
         settings = TraceSettings(leaf_modules, fake, left_behind, changed, rates, calls_hooks)
-        fakes = fake_tensors(task) if fake else nullcontext()
-        # The state is read inside of `fakes`: the tracer knows tensors by identity, and the step meets the fakes.
-        with preserve_task(task), fakes, preserve_state(task, preceding, batch) as state_before:
-            tracer = Tracer(task, copy_batch(batch), settings, before=state_before)
-            result = record(tracer, counts_saved=counts_saved)
-            second_tracer: Tracer | None = None
-            if tracer.changes.read() or is_repeated:
-                # On the state that the first run left: a cache is filled once, a counter changes in every step.
-                with preserve_state(task) as state_between:
-                    second_tracer = Tracer(task, copy_batch(batch), settings, before=state_between)
-                    record(second_tracer, counts_saved=counts_saved)
-                    # Before `finish`, which takes what only the first run changes for a cache.
-                    tracer.changes.again, tracer.changes.used_again = (
-                        second_tracer.changes.written(),
-                        second_tracer.used(),
-                    )
-                    tracer.hazards.mutated_again = second_tracer.hazards.mutations()
-            trace_result = tracer.finish(result)
-            if second_tracer is not None and is_repeated:
-                second_tracer.compare(tracer, trace_result)
-            return trace_result
+        with preserve_task(task):
+            if fake:
+                use_fake_tensors(task)
+            # Read then: the tracer knows tensors by identity, and the step meets the fakes.
+            with preserve_state(task, preceding, batch) as state_before:
+                tracer = Tracer(task, copy_batch(batch), settings, before=state_before)
+                result = record(tracer, counts_saved=counts_saved)
+                second_tracer: Tracer | None = None
+                if tracer.changes.read() or is_repeated:
+                    # On the state that the first run left: a cache is filled once, a counter changes in every step.
+                    with preserve_state(task) as state_between:
+                        second_tracer = Tracer(task, copy_batch(batch), settings, before=state_between)
+                        record(second_tracer, counts_saved=counts_saved)
+                        # Before `finish`, which takes what only the first run changes for a cache.
+                        tracer.changes.again = second_tracer.changes.written()
+                        tracer.changes.used_again = second_tracer.used()
+                        tracer.hazards.mutated_again = second_tracer.hazards.mutations()
+                trace_result = tracer.finish(result)
+                if second_tracer is not None and is_repeated:
+                    second_tracer.compare(tracer, trace_result)
+                return trace_result
 
     # A survey only weighs modules. It is not repeated, as a module that becomes one node may hide what differs.
     is_survey = not leaf_modules
