@@ -741,8 +741,8 @@ _SIZES = frozenset(("__len__", "shape", "size", "numel", "nelement"))
 """Calls that return the length of a tensor."""
 
 
-_HERE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
+# With a separator at the end, or torchvision would be taken for torch.
+_HERE, _TORCH = (str(folder / "_")[:-1] for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _METHODS = tuple(str(Path(_TORCH) / name) for name in ("_tensor.py", "overrides.py"))
 _CHECKPOINT = str(Path(_TORCH) / "utils" / "checkpoint.py")
 _COMPILED = str(Path(_TORCH) / "_dynamo" / "eval_frame.py")

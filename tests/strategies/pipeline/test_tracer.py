@@ -1,5 +1,6 @@
 import gc
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +178,20 @@ def test_a_trace_preserves_buffers_gradients_batch_and_generators():
     assert torch.equal(batch["image"], image)
     assert torch.equal(torch.get_rng_state(), torch_state) and random.getstate() == python_state
     assert type(task.stem) is nn.Sequential
+
+
+def test_the_place_of_a_call_may_be_in_a_package_whose_name_begins_with_torch():
+    place = Path(torch.__file__).parents[1] / "torchlike" / "ops.py"
+    space = {}
+    exec(compile("def double(x):\n    return x * 2", str(place), "exec"), space)
+
+    graph = _trace(
+        _Step(lambda task, batch: space["double"](task.first(batch)).sum(), first=nn.Linear(3, 3)),
+        torch.ones(2, 3),
+        "first",
+    )
+
+    assert graph.nodes[1].location == "ops.py:2"
 
 
 def test_a_trace_leaves_no_activation_behind():
