@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles what it imports
 
-.PHONY: train test test-slow test-all torture zoo check format bench docs installed clean
+.PHONY: train test test-slow test-all torture zoo mutants check format bench docs installed clean
 
 train: $(TRAIN_READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -31,6 +31,10 @@ torture: $(READY) ## 200 kills of a training process and of one that only saves,
 
 zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: an hour
 	TRAINKIT_ZOO=all $(PYTEST) --dist load tests/strategies tests/model tests/parity --durations=6 $(ARGS)
+
+mutants: $(READY) ## break FILE in many places, and list what its TESTS do not notice; more places: ARGS='--count 100'
+	$(INSTALL) -e '.[mutants]'
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(FILE) $(TESTS) $(ARGS)
 
 check: installed ## format, lint, types
 	$(BIN)/ruff format --check .
