@@ -2,9 +2,9 @@
 
     make mutants FILE=trainkit/data/order.py TESTS=tests/data/test_order.py [ARGS="--count 100 --seed 1"]
 
-Cosmic Ray makes the mutants: operators, comparisons and numbers are replaced, loops left out, conditions negated. One is
-tried in each of `--count` places, which are drawn by the seed. A mutant that nothing can observe is code that can go.
-The file is put back after each one; after a kill, `git checkout` does it.
+Cosmic Ray makes the mutants: operators, comparisons and numbers are replaced, loops left out, conditions negated. One
+is tried in each of `--count` places, which are drawn by the seed. A mutant that nothing can observe is code that can
+go. The file is put back after each one; after a kill, `git checkout` does it.
 """
 
 from __future__ import annotations
