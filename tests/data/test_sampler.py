@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Samp
 
 from tests.tasks import Regression, regression_data
 from trainkit import UserError
-from trainkit.data.order import GlobalOrder, SamplerOrder, ShardSampler, fingerprint
+from trainkit.data.order import (
+    GlobalOrder,
+    LengthGroupedOrder,
+    SamplerOrder,
+    ShardSampler,
+    WeightedOrder,
+    fingerprint,
+)
 from trainkit.rng import seed_everything
 
 
@@ -80,6 +87,24 @@ def test_a_custom_sampler_draws_the_same_in_the_same_epoch_and_differently_in_an
     assert drawn(0) == drawn(0)
     assert drawn(0) != drawn(1)
     assert drawn(0) != drawn(0, seed=1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GlobalOrder(20, seed=0),
+        lambda: GlobalOrder(20, seed=0, computed_above=0),
+        lambda: WeightedOrder(torch.rand(20, generator=torch.Generator().manual_seed(0)), 20, seed=0),
+        lambda: LengthGroupedOrder([1 + index % 7 for index in range(20)], batch_size=2, seed=0, batches_per_group=3),
+        lambda: SamplerOrder(RandomSampler(range(20)), seed=0),
+    ],
+    ids=["kept", "computed", "weighted", "by length", "sampler"],
+)
+def test_a_slice_is_that_of_the_whole_epoch_in_any_epoch_first(make):
+    for epoch in (0, 1, 2):
+        whole = make().slice(epoch, 0, 20)
+        assert len(whole) == 20
+        assert torch.equal(make().slice(epoch, 3, 17, 2), whole[3:17:2])
 
 
 def test_drawing_from_a_custom_sampler_leaves_the_global_generator_alone():

@@ -347,8 +347,7 @@ def _feistel(positions: Tensor, rows: int, columns: int, keys: list[tuple[int, i
         # One subtraction, as the sum is below 2 * rows: a remainder would cost more.
         row.sub_((row >= rows).mul(rows))
         row, column, rows, columns = column, row, columns, rows
-    if len(keys) % 2:
-        row, column, rows, columns = column, row, columns, rows
+    # After an even number of rounds, as all are, each is in its own place again.
     return row.mul_(columns).add_(column)
 
 
