@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.reducer.bucket_plan import MIB, GradientSpec, plan_buckets
+from trainkit.strategies.reducer.bucket_plan import MIB, GradientSpec, plan_buckets, ring_bytes
 
 
 def spec(numel: int, kind: str = "f32", *, sparse: bool = False) -> GradientSpec:
@@ -30,6 +30,15 @@ def test_kinds_fill_side_by_side_and_sparse_gradients_have_their_own_bucket():
 def test_unused_parameters_come_last_in_separate_buckets():
     plan = plan_buckets([spec(10) for _ in range(5)], cap_bytes=4000, order=[0, 1, 2, 3, 4], apart={1, 3})
     assert plan.draw() == "[0 2 4] [1 3]"
+
+
+def test_unused_parameters_fill_buckets_of_the_last_cap():
+    plan = plan_buckets([spec(10) for _ in range(6)], cap_bytes=80, first_cap_bytes=40, apart={0, 1, 2, 3})
+    assert plan.draw() == "[5] [4] [3 2] [1 0]"
+
+
+def test_a_ring_sends_all_bytes_but_a_shard_twice():
+    assert [ring_bytes(4096, world_size) for world_size in (1, 2, 4)] == [0, 4096, 6144]
 
 
 def test_offsets_leave_no_gap():
