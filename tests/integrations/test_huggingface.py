@@ -14,6 +14,9 @@ from trainkit.errors import UserError
 from trainkit.integrations.huggingface import HuggingFaceTask, LearningRateCurve
 from trainkit.trainer import Trainer
 
+# The imports of transformers and datasets alone take as long as a hundred tests.
+pytestmark = pytest.mark.slow
+
 GPT = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
 BERT = {
     "model_type": "bert",
@@ -70,7 +73,6 @@ def fit(made, data, *, strategy, tmp_path, steps=3, precision="fp32"):
     return trainer.fit(made, data)
 
 
-@pytest.mark.slow
 def test_a_language_model_trains_from_its_configuration_on_a_dataset_of_the_datasets_package(tmp_path):
     data = Data(train=sentences(), validation=sentences(), batch_size=4, seed=0)
     result = fit(
@@ -320,7 +322,6 @@ def test_rows_of_unequal_length_name_the_collate_function(tmp_path):
         fit(made, Data(train=rows, batch_size=4), strategy=SingleStrategy(), tmp_path=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize(
     ("auto_class", "config"),

@@ -14,7 +14,8 @@ from trainkit.errors import UserError
 from trainkit.integrations.lightning import LightningTask, TrainerProxy, data_of, read_optimizers
 from trainkit.trainer import Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")
+# Slow: the import of Lightning alone takes as long as a hundred tests.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec.*:FutureWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,6 @@ def trained_by_lightning(modules, tmp_path_factory):
     return trained, fit_by_lightning(trained, tmp_path=tmp_path_factory.mktemp("lightning"))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_an_unmodified_module_has_the_weights_and_metrics_that_lightning_gives_it(
     modules, trained_by_lightning, tmp_path
@@ -112,7 +112,7 @@ def test_a_module_can_read_the_number_of_steps_of_the_run(modules, tmp_path):
     "strategy",
     [
         pytest.param(DataParallelStrategy(devices=["cpu", "cpu"]), id="dp"),
-        pytest.param(DDPStrategy(devices=2), id="ddp", marks=pytest.mark.slow),  # each rank imports Lightning
+        pytest.param(DDPStrategy(devices=2), id="ddp"),  # each rank imports Lightning
     ],
 )
 def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strategy, tmp_path):
@@ -129,7 +129,7 @@ def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strateg
     [
         pytest.param(SingleStrategy(), id="single"),
         pytest.param(DataParallelStrategy(devices=["cpu", "cpu"]), id="dp"),
-        pytest.param(DDPStrategy(devices=2), id="ddp", marks=pytest.mark.slow),
+        pytest.param(DDPStrategy(devices=2), id="ddp"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -693,7 +693,6 @@ def test_the_metric_of_a_schedule_may_stand_beside_the_optimizer():
         read_optimizers({**form, "frequency": 2}, of="Net")
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # what torch's compiler warns of is its own
 def test_the_forward_that_the_steps_of_a_module_call_is_compiled_or_its_layers_are_asked_for(modules, tmp_path):
     class NoForward(modules.pl.LightningModule):
