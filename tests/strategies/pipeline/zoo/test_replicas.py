@@ -80,7 +80,12 @@ IN_TURN = ["dp", "ddp", "fusion", "fsdp"]
 
 def _names(kind):
     """Return the tasks that a strategy trains."""
-    refused = {"dp": OF_DP, "fsdp": OF_FSDP, "torch_ddp": {*OF_TORCH_DDP, *tasks.IN_PHASES}}.get(kind, ())
+    refused = {
+        "dp": OF_DP,
+        "fsdp": OF_FSDP,
+        "fusion": tasks.IN_PHASES,
+        "torch_ddp": {*OF_TORCH_DDP, *tasks.IN_PHASES},
+    }.get(kind, ())
     names = NAMES if EVERY_CASE else NAMES[IN_TURN.index(kind) :: len(IN_TURN)]
     return tasks.in_chains(name for name in names if name not in refused)
 
