@@ -533,10 +533,11 @@ class Tracer(TracingMode):
             self._saved_state.setdefault(index, {})[name] = True
         if id(base_of(tensor)) not in self._names.parameters and id(base_of(tensor)) not in self._names.buffers:
             self.costs.counter.total.activation_bytes += self._values.memories.save(tensor, index)
-        # Detached: the result of an operation that its own graph holds is a cycle, which nothing frees. Private: with
-        # function modes on, what an autograd Function saves would be a call of the step.
+        # Detached: the result of an operation that its own graph holds is a cycle, which nothing frees. Fake ones have
+        # no memory, and to detach them takes a sixth of the trace. Private: with function modes on, what an autograd
+        # Function saves would be a call of the step.
         with torch._C.DisableTorchFunction():
-            return tensor.detach() if tensor.requires_grad else tensor
+            return tensor.detach() if tensor.requires_grad and not self._settings.fake else tensor
 
     # -- Result
 
