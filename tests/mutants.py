@@ -17,8 +17,9 @@ from pathlib import Path
 
 from cosmic_ray.commands import init
 from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.testing import run_tests
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import MutationSpec
+from cosmic_ray.work_item import MutationSpec, TestOutcome
 
 Span = tuple[tuple[int, int], tuple[int, int]]
 
@@ -57,11 +58,17 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the tests of one mutant")
     options = parser.parse_args()
     command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {' '.join(options.tests)}"
+    # A mutant counts as caught when the tests fail: they must pass without one.
+    outcome, output = run_tests(command, options.timeout)
+    if outcome != TestOutcome.SURVIVED:
+        sys.exit(f"the tests fail without a mutant:\n{output}")
     num_caught = 0
     mutations = sample(options.file, options.count, options.seed)
     for mutation in mutations:
         result = mutate_and_test([mutation], command, options.timeout)
-        is_caught = result.is_killed or "timeout" in str(result.output)
+        if result.test_outcome not in (TestOutcome.KILLED, TestOutcome.SURVIVED):
+            sys.exit(f"{options.file}:{mutation.start_pos[0]}: not tried: {result.worker_outcome}\n{result.output}")
+        is_caught = result.test_outcome == TestOutcome.KILLED  # a time limit too
         num_caught += is_caught
         if not is_caught:
             print(f"{options.file}:{mutation.start_pos[0]}: {mutation.operator_name}\n{result.diff}\n", flush=True)
