@@ -1,12 +1,15 @@
 """Replicas drift apart where a step or a callback writes to weights: they are compared, and the run ends by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from tests.seams.training import BOUND, EVERY, Layers, batches, difference, trained
+from tests.seams.training import BOUND, EVERY, STEPS, Layers, batches, difference, trained
 from trainkit import Callback
 from trainkit.errors import UserError
+from trainkit.loops.replica_check import ReplicaCheck
 
 RANKS = ("ddp", "torch_ddp", "fusion", "fusion_sharded")
 
@@ -77,3 +80,44 @@ def test_a_callback_that_makes_replicas_differ_ends_the_run(strategy, settings, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"b\.weight has other values on other ranks"):
         trained(strategy, Layers(), FromRandomNumbers(), **settings)
+
+
+def two_replicas(step):
+    """Return the state of a run of two ranks that begins after this step, and its check."""
+    state = SimpleNamespace(step=step)
+    strategy = SimpleNamespace(comm=SimpleNamespace(world_size=2))
+    return state, ReplicaCheck(SimpleNamespace(state=state, task=nn.Linear(1, 1), strategy=strategy))
+
+
+@pytest.mark.parametrize(("first", "compared"), [(0, [1, 2, 4, 8, 16, 32, 64, 128, 228, 328]), (7, [8, 9, 11, 15, 23])])
+def test_comparisons_become_rarer_up_to_every_hundredth_step(first, compared):
+    state, check = two_replicas(first)
+    due = []
+    for state.step in range(first + 1, compared[-1] + 1):
+        due += [state.step] if check.is_due() else []
+    assert due == compared
+
+
+def test_log_points_far_apart_are_all_compared_and_so_is_the_first_one_after_a_rollback():
+    state, check = two_replicas(0)
+    for state.step in (100, 200, 300, 150):
+        assert check.is_due()
+
+
+class Counted(Layers):
+    """Has a buffer that only a callback writes to."""
+
+    def build(self):
+        self.register_buffer("seen", torch.zeros(8))
+
+
+class WritesToABuffer(Callback):
+    def on_step_end(self, run):
+        if run.state.step == STEPS:
+            run.task.seen += torch.randn(8)
+
+
+def test_buffers_that_begin_to_differ_between_comparisons_end_the_run_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="seen has other values on other ranks"):
+        trained("ddp", Counted(), WritesToABuffer(), log_every="1step")

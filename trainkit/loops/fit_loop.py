@@ -82,7 +82,7 @@ class FitLoop:
                         self._evaluate()
                 # A loss of the last steps may be bad and not logged yet: that still has to raise, stop or roll back.
                 if self._weights_are_sound():
-                    self._log()
+                    self._log(at_end=True)
                 break
         self.end()
 
@@ -249,12 +249,13 @@ class FitLoop:
 
         return skip_listed_steps(step, run.state, self._policy.skip_step)
 
-    def _log(self) -> None:
+    def _log(self, *, at_end: bool = False) -> None:
         """Write the means since the last log; the only place of training that waits for the device."""
         run, means = self._run, self._policy.means
         bad = means.nonfinite_steps()
         with_buffers = self._evaluated_step != run.state.step  # an evaluation may count in buffers of this rank
-        checksum = self._replicas.sums(with_buffers=with_buffers)
+        is_compared = at_end or self._replicas.is_due()
+        checksum = self._replicas.sums(with_buffers=with_buffers) if is_compared else None
         reduced = means.reduce(run.strategy.comm, checksum=checksum)
         self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)
         self._state.warn_of_differences()

@@ -31,6 +31,8 @@ class ReplicaCheck:
         self._has_replicas = run.strategy.comm.world_size > 1
         self._parameters = list(run.task.parameters())
         self._steps = 0
+        # Steps of the run, which all ranks count alike; own steps differ where one rank repeats a step for its memory.
+        self._first_step = self._compared_step = run.state.step
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return the phase with a check of its first steps, and of all steps in several micro-batches."""
@@ -75,6 +77,15 @@ class ReplicaCheck:
         for name in buffers.names:
             raise UserError(shared_by_micro_batches(type(run.strategy).__name__, run.task, name))
 
+    def is_due(self) -> bool:
+        """Return True if the replicas should be compared at this log point; the same on every rank."""
+        since = self._run.state.step - self._compared_step
+        # Doubled pauses, as most differences begin early. A rollback goes back to before the last comparison.
+        is_due = not 0 <= since < min(_LONGEST_PAUSE, self._compared_step - self._first_step)
+        if is_due:
+            self._compared_step = self._run.state.step
+        return is_due
+
     def sums(self, *, with_buffers: bool) -> Tensor | None:
         """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
         tensors = self._replicated(with_buffers=with_buffers)
@@ -117,6 +128,9 @@ class ReplicaCheck:
             f"micro-batches. {_cause(run.task, name)} The global batch as one would change it once. {_REMEDY}"
         )
 
+
+# Steps. A comparison takes 0.5 ms or more: 0.5 % of this many steps of 1 ms, and steps of two ranks are hardly shorter.
+_LONGEST_PAUSE = 100
 
 _REMEDY = (
     "Let the gradient change it, or change it in a callback's on_step_end, from values that are the same on every rank "
