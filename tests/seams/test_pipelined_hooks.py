@@ -77,6 +77,24 @@ def test_hooks_of_a_parameter_with_copies_in_several_stages_are_refused(monkeypa
         trained("copies", Tied(), Register())
 
 
+class Clipped(Tied):
+    """Tied weights whose hook, which is not linear, needs the sum of both uses."""
+
+    def finish(self):
+        self.a.weight.register_post_accumulate_grad_hook(clip)
+
+
+def clip(parameter):
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def test_no_cut_lies_between_the_uses_of_a_parameter_whose_hook_needs_their_sum(monkeypatch):
+    settings = {"device": "cpu", "stages": 2, "shared_parameters": "replicated", "split_points": ["b"], "accumulate": 1}
+    monkeypatch.setitem(MAKE_STRATEGY, "copies", lambda: PipelineStrategy(**settings))
+    with pytest.raises(UserError, match=r"a\.weight' has a hook on its gradient, which is the sum"):
+        trained("copies", Clipped())
+
+
 class Parametrized(Layers):
     """Each layer has another parametrization of torch."""
 
