@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.seams.training import BOUND, EVERY, STEPS, Layers, batches, difference, trained
-from trainkit import Callback
+from tests.seams.training import BATCH_SIZE, BOUND, EVERY, STEPS, Layers, batches, difference, samples, trained
+from trainkit import Callback, Data
 from trainkit.errors import UserError
 from trainkit.loops.replica_check import ReplicaCheck
 
@@ -84,7 +84,7 @@ def test_a_callback_that_makes_replicas_differ_ends_the_run(strategy, settings, 
 
 def two_replicas(step):
     """Return the state of a run of two ranks that begins after this step, and its check."""
-    state = SimpleNamespace(step=step)
+    state = SimpleNamespace(step=step, evaluation_due=False)
     strategy = SimpleNamespace(comm=SimpleNamespace(world_size=2))
     return state, ReplicaCheck(SimpleNamespace(state=state, task=nn.Linear(1, 1), strategy=strategy))
 
@@ -117,7 +117,9 @@ class WritesToABuffer(Callback):
             run.task.seen += torch.randn(8)
 
 
-def test_buffers_that_begin_to_differ_between_comparisons_end_the_run_at_its_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings", [{}, {"evaluate_every": "1epoch"}], ids=["at the end", "before an evaluation"])
+def test_buffers_that_begin_to_differ_between_comparisons_end_the_run(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    data = Data(train=samples(), validation=samples(), batch_size=BATCH_SIZE, shuffle=False) if settings else None
     with pytest.raises(UserError, match="seen has other values on other ranks"):
-        trained("ddp", Counted(), WritesToABuffer(), log_every="1step")
+        trained("ddp", Counted(), WritesToABuffer(), data=data, log_every="1step", **settings)

@@ -88,7 +88,7 @@ def clip(parameter):
     parameter.grad.clamp_(-0.01, 0.01)
 
 
-def test_no_cut_lies_between_the_uses_of_a_parameter_whose_hook_needs_their_sum(monkeypatch):
+def test_a_split_point_between_the_uses_of_a_parameter_with_a_hook_is_refused(monkeypatch):
     settings = {"device": "cpu", "stages": 2, "shared_parameters": "replicated", "split_points": ["b"], "accumulate": 1}
     monkeypatch.setitem(MAKE_STRATEGY, "copies", lambda: PipelineStrategy(**settings))
     with pytest.raises(UserError, match=r"a\.weight' has a hook on its gradient, which is the sum"):

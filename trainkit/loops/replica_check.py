@@ -21,9 +21,12 @@ from trainkit.phases import PhaseStep
 from trainkit.run import Run
 from trainkit.strategy import local_state
 
+# Steps. A comparison takes 0.5 ms or more: 0.5 % of this many steps of 1 ms, and steps of two ranks are hardly shorter.
+_LONGEST_PAUSE = 100
+
 
 class ReplicaCheck:
-    """Compares the replicas of the task in the first steps, at log points and before saves."""
+    """Compares the replicas of the task in the first step, at log points that are not too close, and before saves."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -31,7 +34,7 @@ class ReplicaCheck:
         self._has_replicas = run.strategy.comm.world_size > 1
         self._parameters = list(run.task.parameters())
         self._steps = 0
-        # Steps of the run, which all ranks count alike; own steps differ where one rank repeats a step for its memory.
+        # Steps of the run, alike on all ranks: `_steps` also counts phases, and what a rank repeats for want of memory.
         self._first_step = self._compared_step = run.state.step
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
@@ -79,12 +82,15 @@ class ReplicaCheck:
 
     def is_due(self) -> bool:
         """Return True if the replicas should be compared at this log point; the same on every rank."""
-        since = self._run.state.step - self._compared_step
+        state = self._run.state
+        since = state.step - self._compared_step
         # Doubled pauses, as most differences begin early. A rollback goes back to before the last comparison.
-        is_due = not 0 <= since < min(_LONGEST_PAUSE, self._compared_step - self._first_step)
-        if is_due:
-            self._compared_step = self._run.state.step
-        return is_due
+        is_in_pause = 0 <= since < min(_LONGEST_PAUSE, self._compared_step - self._first_step)
+        # Before an evaluation in any case: after it, buffers may hold what each rank has counted in it.
+        if is_in_pause and not state.evaluation_due:
+            return False
+        self._compared_step = state.step
+        return True
 
     def sums(self, *, with_buffers: bool) -> Tensor | None:
         """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
@@ -128,9 +134,6 @@ class ReplicaCheck:
             f"micro-batches. {_cause(run.task, name)} The global batch as one would change it once. {_REMEDY}"
         )
 
-
-# Steps. A comparison takes 0.5 ms or more: 0.5 % of this many steps of 1 ms, and steps of two ranks are hardly shorter.
-_LONGEST_PAUSE = 100
 
 _REMEDY = (
     "Let the gradient change it, or change it in a callback's on_step_end, from values that are the same on every rank "
