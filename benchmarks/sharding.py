@@ -267,7 +267,7 @@ def process_bytes(name: str) -> int:
 
 def bytes_of_tensors() -> int:
     """Return the bytes of all tensors that Python knows."""
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
