@@ -6,7 +6,9 @@ import logging
 import math
 import socket
 from traceback import walk_tb
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor, ranked
@@ -17,11 +19,10 @@ from trainkit.errors import (
     NonFiniteLoss,
     UserError,
     check_monitored,
-    check_types,
-    nearest,
 )
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.state import TrainState
 from trainkit.strategy import Strategy
 
@@ -69,27 +70,21 @@ class Checkpoint(Callback):
         every: str | Duration | None = "1epoch",
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
-        save_top_k: int = 1,
-        save_last_k: int | None = 1,
+        save_top_k: Annotated[int, Ge(1)] = 1,
+        save_last_k: Annotated[int, Ge(1)] | None = 1,
         save_at_end: bool = True,
         save_on_exception: bool = True,
         async_save: bool = False,
         sharded: bool = False,
         trainable_only: bool = False,
-        max_retries: int = 10,
+        max_retries: Annotated[int, Ge(0)] = 10,
         retry_every: str | Duration = "1min",
     ) -> None:
-        check_types(Checkpoint.__init__, locals(), of="checkpoint")
-        if mode not in ("min", "max"):
-            raise UserError(f"checkpoint.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max.")
+        check_arguments(Checkpoint.__init__, locals(), of="checkpoint")
         if sharded and trainable_only:
             raise UserError(
                 "checkpoint.trainable_only=true works with whole checkpoints only; set checkpoint.sharded=false."
             )
-        limits = ("save_top_k", save_top_k, 1), ("save_last_k", save_last_k, 1), ("max_retries", max_retries, 0)
-        for name, count, least in limits:
-            if count is not None and count < least:
-                raise UserError(f"checkpoint.{name} must be at least {least}, got {count}.")
         self.every = None if every is None else Duration.parse(every, where="checkpoint.every")
         self.monitor = None if monitor is None else Monitor(monitor, mode)
         self.monitored = monitor

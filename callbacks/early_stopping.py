@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Unit
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError, check_monitored, check_types, nearest
+from trainkit.errors import UserError, check_monitored
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 
 from .checkpoint import warn_of_mode
 
@@ -29,19 +32,11 @@ class EarlyStopping(Callback):
         *,
         monitor: str = "validation/loss",
         mode: Literal["min", "max"] = "min",
-        patience: int = 3,
-        min_delta: float = 0.0,
+        patience: Annotated[int, Ge(1), Unit("evaluations")] = 3,
+        min_delta: Annotated[float, Ge(0)] = 0.0,
         threshold: float | None = None,
     ) -> None:
-        check_types(EarlyStopping.__init__, locals(), of="early_stopping")
-        if mode not in ("min", "max"):
-            raise UserError(
-                f"early_stopping.mode={mode!r} is unknown.{nearest(mode, ('min', 'max'))} Choose min or max."
-            )
-        if patience < 1:
-            raise UserError(f"early_stopping.patience must be at least 1 evaluation, got {patience}.")
-        if not min_delta >= 0:
-            raise UserError(f"early_stopping.min_delta must not be negative, got {min_delta}.")
+        check_arguments(EarlyStopping.__init__, locals(), of="early_stopping")
         self.monitor = self.monitored = monitor
         self.mode = mode
         self.patience = patience

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Lt, Unit
 from torch import Tensor, nn
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.serialization import storage_key
 from trainkit.duration import Duration
-from trainkit.errors import UserError, check_types
+from trainkit.errors import UserError
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import local_state
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -205,17 +207,13 @@ class EMA(WeightAveraging):
     def __init__(
         self,
         *,
-        decay: float = 0.999,
-        every: int = 1,
+        decay: Annotated[float, Gt(0), Lt(1), "0.999 remembers about 1000 steps"] = 0.999,
+        every: Annotated[int, Ge(1), Unit("steps")] = 1,
         start: str | Duration | None = None,
         warm_up: bool = False,
         load_average_at_end: bool = True,
     ) -> None:
-        check_types(EMA.__init__, locals(), of="ema")
-        if not 0 < decay < 1:
-            raise UserError(f"ema.decay must lie between 0 and 1, got {decay}; 0.999 remembers about 1000 steps.")
-        if every < 1:
-            raise UserError(f"ema.every must be at least 1 step, got {every}.")
+        check_arguments(EMA.__init__, locals(), of="ema")
         super().__init__(load_average_at_end=load_average_at_end)
         self.decay = decay
         self.every = every

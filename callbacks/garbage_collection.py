@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+from typing import Annotated
+
+from annotated_types import Ge, Le, Unit
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError, check_types
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 
 
 class GarbageCollection(Callback):
@@ -21,12 +24,10 @@ class GarbageCollection(Callback):
 
     """
 
-    def __init__(self, *, every: int = 1000, generation: int = 1) -> None:
-        check_types(GarbageCollection.__init__, locals(), of="garbage_collection")
-        if every < 1:
-            raise UserError(f"garbage_collection.every must be at least 1 step, got {every}.")
-        if generation not in (0, 1, 2):
-            raise UserError(f"garbage_collection.generation must be 0, 1 or 2, got {generation}.")
+    def __init__(
+        self, *, every: Annotated[int, Ge(1), Unit("steps")] = 1000, generation: Annotated[int, Ge(0), Le(2)] = 1
+    ) -> None:
+        check_arguments(GarbageCollection.__init__, locals(), of="garbage_collection")
         self.every = every
         self.generation = generation
         self._was_enabled: bool | None = None

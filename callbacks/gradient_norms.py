@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from functools import partial
+from typing import Annotated
 
 import torch
+from annotated_types import Ge, Unit
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.errors import UserError, check_types
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import check_whole_parameters, has_full_gradients
 
 logger = logging.getLogger(__name__)
@@ -30,11 +32,8 @@ class GradientNorms(Callback):
 
     """
 
-    def __init__(self, *, every: int = 50, depth: int = 1) -> None:
-        check_types(GradientNorms.__init__, locals(), of="gradient_norms")
-        for name, value in (("every", every), ("depth", depth)):
-            if value < 1:
-                raise UserError(f"gradient_norms.{name} must be at least 1, got {value}.")
+    def __init__(self, *, every: Annotated[int, Ge(1), Unit("steps")] = 50, depth: Annotated[int, Ge(1)] = 1) -> None:
+        check_arguments(GradientNorms.__init__, locals(), of="gradient_norms")
         self.every = every
         self.depth = depth
         self._measured: dict[str, tuple[list[str], Tensor]] = {}  # phase -> parameters with a gradient, their norms

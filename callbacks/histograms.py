@@ -7,9 +7,10 @@ from functools import partial
 
 from trainkit.callback import Callback
 from trainkit.duration import Duration, Interval
-from trainkit.errors import UserError, check_types
+from trainkit.errors import UserError
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import check_whole_parameters, has_full_gradients, local_state
 
 
@@ -26,7 +27,7 @@ class Histograms(Callback):
     """
 
     def __init__(self, *, every: str | Duration = "1epoch", pattern: str = "*") -> None:
-        check_types(Histograms.__init__, locals(), of="histograms")
+        check_arguments(Histograms.__init__, locals(), of="histograms")
         self.every = Duration.parse(every, where="histograms.every")
         self.pattern = pattern
         self._interval = Interval(self.every)

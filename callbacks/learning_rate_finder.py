@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 
 from trainkit.callback import Callback
 from trainkit.console import say
 from trainkit.data.batch import StepBatch
-from trainkit.errors import UserError, check_types, nearest
+from trainkit.errors import UserError, nearest
 from trainkit.files import write_optional
 from trainkit.loops.fit_loop import make_phase_step
 from trainkit.metrics.accumulate import WeightedMeans
@@ -28,12 +29,12 @@ from trainkit.report.html import Section, element, page
 from trainkit.report.record import Curve
 from trainkit.rng import preserve_rng
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import PARTIAL_GRADIENTS, SupportsPhases, local_state
 from trainkit.tree import map_tensors
 
 logger = logging.getLogger(__name__)
 
-_ON_FINISH = ("stop", "apply", "continue")
 _DIVERGED = 4.0  # times the lowest loss
 _SMOOTHING = 0.8
 _SCALED = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a parameter group
@@ -63,20 +64,13 @@ class LearningRateFinder(Callback):
         *,
         min_lr: float = 1e-7,
         max_lr: float = 1.0,
-        num_steps: int = 100,
+        num_steps: Annotated[int, Ge(10)] = 100,
         on_finish: Literal["stop", "apply", "continue"] = "stop",
         phase: str | None = None,
     ) -> None:
-        check_types(LearningRateFinder.__init__, locals(), of="learning_rate_finder")
+        check_arguments(LearningRateFinder.__init__, locals(), of="learning_rate_finder")
         if not 0 < min_lr < max_lr:
             raise UserError(f"learning_rate_finder: 0 < min_lr < max_lr must hold, got {min_lr} and {max_lr}.")
-        if num_steps < 10:
-            raise UserError(f"learning_rate_finder.num_steps must be at least 10, got {num_steps}.")
-        if on_finish not in _ON_FINISH:
-            raise UserError(
-                f"learning_rate_finder.on_finish={on_finish!r} is unknown.{nearest(on_finish, _ON_FINISH)} "
-                f"Choose {', '.join(_ON_FINISH)}."
-            )
         self.min_lr = min_lr
         self.max_lr = max_lr
         self.num_steps = num_steps

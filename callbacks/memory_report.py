@@ -10,10 +10,10 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.console import Table, plain, show
-from trainkit.errors import check_types
 from trainkit.files import optional_file, write_optional
 from trainkit.report.html import size
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import local_state
 
 
@@ -30,7 +30,7 @@ class MemoryReport(Callback):
     """
 
     def __init__(self, *, record_history: bool = False) -> None:
-        check_types(MemoryReport.__init__, locals(), of="memory_report")
+        check_arguments(MemoryReport.__init__, locals(), of="memory_report")
         self.record_history = record_history
         self._is_recording = False
         self._has_shown = False

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
 from trainkit.console import Table, say, show
-from trainkit.errors import UserError, check_types
 from trainkit.model.flops import StepCost, cost_of_step
 from trainkit.optim.lr_schedule import linear_scaling
 from trainkit.report.html import short, size
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import check_whole_parameters, local_state, named_state
 from trainkit.tree import to_device
 
@@ -33,11 +34,10 @@ class ModelSummary(Callback):
 
     """
 
-    def __init__(self, *, max_rows: int = 20, depth: int = 1, costs: bool = False) -> None:
-        check_types(ModelSummary.__init__, locals(), of="model_summary")
-        for name, value in (("max_rows", max_rows), ("depth", depth)):
-            if value < 1:
-                raise UserError(f"model_summary.{name} must be at least 1, got {value}.")
+    def __init__(
+        self, *, max_rows: Annotated[int, Ge(1)] = 20, depth: Annotated[int, Ge(1)] = 1, costs: bool = False
+    ) -> None:
+        check_arguments(ModelSummary.__init__, locals(), of="model_summary")
         self.max_rows = max_rows
         self.depth = depth
         self.costs = costs

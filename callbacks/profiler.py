@@ -8,17 +8,19 @@ import os
 import time
 from contextlib import ExitStack
 from threading import get_ident
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Gt
 
 from trainkit.callback import Callback
 from trainkit.console import Table, say, show
-from trainkit.errors import UserError, check_types
+from trainkit.errors import UserError
 from trainkit.files import open_new, optional_file, write_optional
 from trainkit.model.flops import FlopCount
 from trainkit.profiling import NO_COMMUNICATION
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.strategy import SupportsOverlapProfile
 
 logger = logging.getLogger(__name__)
@@ -81,16 +83,14 @@ class Profiler(Callback):
         end_step: int = 15,
         profile_memory: bool = False,
         with_stack: bool = False,
-        peak_tflops: float | None = None,
+        peak_tflops: Annotated[float, Gt(0)] | None = None,
     ) -> None:
-        check_types(Profiler.__init__, locals(), of="profiler")
+        check_arguments(Profiler.__init__, locals(), of="profiler")
         if not 3 <= start_step <= end_step:
             raise UserError(
                 f"profiler.start_step={start_step} and end_step={end_step}: 3 <= start_step <= end_step must hold; "
                 "write start_step=10."
             )
-        if peak_tflops is not None and not peak_tflops > 0:
-            raise UserError(f"profiler.peak_tflops must be above 0, got {peak_tflops}.")
         self.start_step, self.end_step = start_step, end_step
         self.profile_memory, self.with_stack = profile_memory, with_stack
         self.peak_tflops = peak_tflops

@@ -14,14 +14,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from annotated_types import Gt, Le
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
 from trainkit.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, terminal
-from trainkit.errors import CheckpointError, UserError, check_types
+from trainkit.errors import CheckpointError
 from trainkit.rng import SavedGenerators
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,12 +43,8 @@ class ProgressBar(Callback):
 
     """
 
-    def __init__(self, *, refresh_per_second: float = 4.0) -> None:
-        check_types(ProgressBar.__init__, locals(), of="progress_bar")
-        if not 0 < refresh_per_second <= 60:
-            raise UserError(
-                f"progress_bar.refresh_per_second must be above 0 and at most 60, got {refresh_per_second}."
-            )
+    def __init__(self, *, refresh_per_second: Annotated[float, Gt(0), Le(60)] = 4.0) -> None:
+        check_arguments(ProgressBar.__init__, locals(), of="progress_bar")
         self.refresh_per_second = refresh_per_second
         self._progress: RunProgress | None = None
         self._display: LiveProgress | NotebookProgress | None = None

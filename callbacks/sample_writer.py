@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.data.batch import MicroBatch
 from trainkit.data.readers import make_reader
-from trainkit.errors import UserError, check_types
+from trainkit.errors import UserError
 from trainkit.files import optional_file, write_text
 from trainkit.rng import preserve_rng
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.task import evaluation_mode
 from trainkit.tree import map_tensors
 
@@ -31,10 +33,8 @@ class SampleWriter(Callback):
 
     """
 
-    def __init__(self, *, num_samples: int = 8) -> None:
-        check_types(SampleWriter.__init__, locals(), of="sample_writer")
-        if num_samples < 1:
-            raise UserError(f"sample_writer.num_samples must be at least 1, got {num_samples}.")
+    def __init__(self, *, num_samples: Annotated[int, Ge(1)] = 8) -> None:
+        check_arguments(SampleWriter.__init__, locals(), of="sample_writer")
         self.num_samples = num_samples
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:

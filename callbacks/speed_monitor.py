@@ -11,9 +11,9 @@ from typing import Any
 
 from trainkit.callback import Callback
 from trainkit.console import clock, say
-from trainkit.errors import check_types
 from trainkit.files import open_to_append, optional_file
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 from trainkit.step_timer import StepTimer
 
 from .device_stats import resident_bytes
@@ -43,7 +43,7 @@ class SpeedMonitor(Callback):
     """
 
     def __init__(self, *, step_times: bool = True, log_step_times: bool = False, log_hours: bool = False) -> None:
-        check_types(SpeedMonitor.__init__, locals(), of="speed_monitor")
+        check_arguments(SpeedMonitor.__init__, locals(), of="speed_monitor")
         self.step_times = step_times or log_step_times
         self.log_step_times = log_step_times
         self.log_hours = log_hours

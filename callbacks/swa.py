@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from trainkit.duration import Duration, Interval
-from trainkit.errors import UserError, check_types
+from trainkit.errors import UserError
 from trainkit.run import Run
+from trainkit.settings import check_arguments
 
 from .ema import WeightAveraging
 
@@ -29,7 +30,7 @@ class SWA(WeightAveraging):
         every: str | Duration = "1epoch",
         load_average_at_end: bool = True,
     ) -> None:
-        check_types(SWA.__init__, locals(), of="swa")
+        check_arguments(SWA.__init__, locals(), of="swa")
         if isinstance(start, (int, float)) and not 0 <= start < 1:
             raise UserError(f"swa.start must be a fraction of the run, from 0 to below 1, or a duration; got {start}.")
         super().__init__(load_average_at_end=load_average_at_end)

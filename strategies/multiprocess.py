@@ -15,14 +15,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge, Gt, Unit
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined] # torch exports them at run time
 
@@ -32,11 +33,12 @@ from trainkit.distributed.failure_store import RankWatchdog
 from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
 from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import fresh_store, store_of_environment, variables_of_task
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.failure import phase_in
+from trainkit.settings import check_arguments, check_choice
 from trainkit.strategy import Strategy, pick_device
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
@@ -48,65 +50,65 @@ from .transports.hosts import OwnGroups
 
 T = TypeVar("T")
 
-_LAUNCHERS = ("local", "ray")
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
-class RankSettings:
-    """Number, devices and launcher of the ranks; raises UserError for invalid values."""
-
-    devices: int | str = "auto"  # ranks to start on this machine; "auto": one for each GPU, or two on the CPU
-    device: str = "auto"  # `auto`, `cpu` or `cuda`
-    timeout_seconds: float = 1800.0  # to wait for another rank
-    backend: str = "auto"  # `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed
-    launcher: str = "local"  # `local` (this process, on this machine) or `ray` (a Ray cluster)
-    process_group: dist.ProcessGroup | None = None  # the ranks that train, if this is a rank already; `None`: all ranks
-
-    def __post_init__(self) -> None:
-        devices, group, launcher = self.devices, self.process_group, self.launcher
-        if devices != "auto" and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
-            raise UserError(f"devices must be 'auto' or a whole number, at least 1, got {devices!r}.")
-        if self.timeout_seconds <= 0:
-            raise UserError(f"timeout_seconds must be above 0 seconds, got {self.timeout_seconds}.")
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise UserError(
-                f"process_group must be a process group of which this process is a member, got {group!r}; only "
-                "the ranks passed to torch.distributed.new_group can train in it."
-            )
-        if launcher not in _LAUNCHERS:
-            raise UserError(f"launcher={launcher!r} is unknown.{nearest(launcher, _LAUNCHERS)} Choose local or ray.")
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class MultiProcessStrategy(Strategy):
     """One process for each device, started here or by torchrun.
 
     Every rank trains a copy of the task on its own samples. After `forward_backward` every rank has the sum of the
     ranks' gradients, each weighted by its fraction of the global batch; `reduce_gradients` sums them. With
     `broadcast_buffers` buffers are made equal after every step: batch-norm statistics are those of rank 0.
+
+    A subclass that is a dataclass declares its own settings as fields; those of all bases are checked together.
+
+    Args:
+        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
+        device: `auto`, `cpu` or `cuda`.
+        accumulate: Micro-batches of a step on each rank.
+        micro_batch_size: Most samples on one device at once; `auto`: halved on out-of-memory.
+        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
+        timeout_seconds: Seconds to wait for another rank.
+        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
+        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
+        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
+
     """
 
-    comm: ProcessGroupCollectives  # from `setup` on
-    collectives: type[ProcessGroupCollectives] = ProcessGroupCollectives
+    collectives: ClassVar[type[ProcessGroupCollectives]] = ProcessGroupCollectives
     """The class of `comm`."""
-    gradients: GradientSum
+
+    devices: int | str = "auto"
+    device: InitVar[str] = "auto"  # the attribute is the device itself
+    accumulate: Annotated[int, Ge(1)] | None = None
+    micro_batch_size: InitVar[Annotated[int, Ge(1)] | Literal["auto"] | None] = None
+    broadcast_buffers: bool = True
+    timeout_seconds: Annotated[float, Gt(0), Unit("seconds")] = 1800.0
+    backend: str = "auto"
+    launcher: str = "local"
+    process_group: dist.ProcessGroup | None = None
+
+    comm: ProcessGroupCollectives = field(init=False)  # from `setup` on
+    gradients: GradientSum = field(init=False)
     """How gradients are summed over the ranks; by default by `reduce_gradients`."""
 
-    def __init__(
-        self,
-        ranks: RankSettings | None = None,
-        *,
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        broadcast_buffers: bool = True,
-    ) -> None:
-        self.ranks = ranks or RankSettings()
-        super().__init__(device=self.ranks.device, accumulate=accumulate, micro_batch_size=micro_batch_size)
-        self.broadcast_buffers = broadcast_buffers
+    def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
+        devices, group = self.devices, self.process_group
+        if devices != "auto" and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
+            raise UserError(f"devices must be 'auto' or a whole number, at least 1, got {devices!r}.")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UserError(
+                f"process_group must be a process group of which this process is a member, got {group!r}; only "
+                "the ranks passed to torch.distributed.new_group can train in it."
+            )
+        check_choice("launcher", self.launcher, ("local", "ray"))
+        check_arguments(type(self), vars(self))
+        super().__init__(device=device, accumulate=self.accumulate, micro_batch_size=micro_batch_size)
         self._environment: RankEnvironment | None = None  # of a rank that was started here
         self._while_joined: ExitStack | None = None  # closed at the end of a run whose ranks torchrun started
         self._owns_group = False
-        self._own_groups = OwnGroups(timedelta(seconds=self.ranks.timeout_seconds))
+        self._own_groups = OwnGroups(timedelta(seconds=self.timeout_seconds))
         self._buffers: MergedBuffers | None = None  # made equal after every step
         self._weighted_by: dict[str, bool] = {}  # name of a step method -> it returns weights
         self._watchdog: RankWatchdog | None = None
@@ -131,24 +133,22 @@ class MultiProcessStrategy(Strategy):
                     "strategy=fsdp shards it over the ranks."
                 )
         kind = self._device_kind()
-        if self.ranks.launcher == "ray":
+        if self.launcher == "ray":
             if find_spec("ray") is None:
                 raise UserError("launcher=ray needs the package ray. Type: pip install 'trainkit-torch[ray]'")
-            if self.ranks.devices == "auto":
+            if self.devices == "auto":
                 raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
             return kind
         if kind == "mps":
             raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
         count = torch.cuda.device_count() if kind == "cuda" else 0
-        if kind == "cuda" and self.ranks.backend != "gloo" and self.num_ranks() > count and not _is_joining():
+        if kind == "cuda" and self.backend != "gloo" and self.num_ranks() > count and not _is_joining():
             raise UserError(
-                f"devices={self.ranks.devices}, but torch sees {count} CUDA device{'s' * (count != 1)}; set "
+                f"devices={self.devices}, but torch sees {count} CUDA device{'s' * (count != 1)}; set "
                 f"strategy.devices={count}, or strategy.device=cpu."
             )
-        if self.ranks.backend != "auto" and not dist.is_backend_available(self.ranks.backend):
-            raise UserError(
-                f"backend={self.ranks.backend!r} is not part of this torch build; set strategy.backend=auto."
-            )
+        if self.backend != "auto" and not dist.is_backend_available(self.backend):
+            raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
         return kind
 
     @property
@@ -158,8 +158,8 @@ class MultiProcessStrategy(Strategy):
 
     def num_ranks(self) -> int:
         """Return the number of ranks to start on this machine."""
-        if isinstance(self.ranks.devices, int):
-            return self.ranks.devices
+        if isinstance(self.devices, int):
+            return self.devices
         return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
 
     def rank_name(self, process: int) -> str:
@@ -173,7 +173,7 @@ class MultiProcessStrategy(Strategy):
                 self._while_joined.callback(setattr, self, "_while_joined", None)
                 return self._run_or_publish(run)
         launch: Callable[..., T] = partial(launch_ranks, log_dir=self.log_dir, name_of=self.rank_name)
-        if self.ranks.launcher == "ray":
+        if self.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
             on_gpus = self._device_kind() == "cuda"
@@ -191,7 +191,7 @@ class MultiProcessStrategy(Strategy):
 
     def _device_kind(self) -> str:
         """Return the kind of device of the ranks; a Ray cluster may have GPUs that the caller lacks."""
-        if self.ranks.launcher == "ray" and self._requested_device == "cuda":
+        if self.launcher == "ray" and self._requested_device == "cuda":
             return "cuda"
         return pick_device(self._requested_device).type
 
@@ -236,7 +236,7 @@ class MultiProcessStrategy(Strategy):
         precision.setup(self.device)
         self._steps, self._weighted_by = 0, {}
         self.comm = self.collectives.join(
-            self._all_ranks, device=self.device, timeout_seconds=self.ranks.timeout_seconds, step=lambda: self._steps
+            self._all_ranks, device=self.device, timeout_seconds=self.timeout_seconds, step=lambda: self._steps
         )
         if self.comm.consensus is not None:
             self._stop_flag = SharedFlag(self.comm)
@@ -248,16 +248,16 @@ class MultiProcessStrategy(Strategy):
     @property
     def _all_ranks(self) -> dist.ProcessGroup:
         """The group of all ranks of the run."""
-        group = self.ranks.process_group or dist.group.WORLD
+        group = self.process_group or dist.group.WORLD
         assert group is not None
         return group
 
     def _join_group(self, kind: str) -> None:
-        backend = self.ranks.backend
+        backend = self.backend
         if backend == "auto":
             # gloo too: objects and flags in host memory are exchanged without waiting for a GPU.
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        limit = timedelta(seconds=self.ranks.timeout_seconds)
+        limit = timedelta(seconds=self.timeout_seconds)
         environment = self._environment
         store: Store
         if environment is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import torch.distributed as dist
+from annotated_types import Gt, Unit
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,7 @@ from trainkit.profiling import Overlap
 from trainkit.task import TaskModule
 
 from .gradient_sum import NO_CONTEXT, GradientSum
-from .multiprocess import MultiProcessStrategy, RankSettings
+from .multiprocess import MultiProcessStrategy
 from .reducer.bucket_plan import ring_bytes
 
 _SAMPLE_RATE = 100  # PyTorch's default: one measured step of this many
@@ -30,52 +31,30 @@ _NO_BUFFER_SYNC: dict[str, Any] = {
 }
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TorchDDPStrategy(MultiProcessStrategy):
     """PyTorch's Reducer under the same sampling, weighting and launching as `ddp`.
 
+    Further settings are those of `MultiProcessStrategy`.
+
     Args:
-        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
-        device: `auto`, `cpu` or `cuda`.
-        accumulate: Micro-batches of a step on each rank.
         micro_batch_size: Most samples on one device at once.
         bucket_cap_mb: Size of a bucket in MiB; `None`: PyTorch's default.
         find_unused_parameters: Allow parameters that take no part in the loss.
         static_graph: Every step uses the same parameters equally often.
         gradient_as_bucket_view: Make gradients views of the buckets.
-        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
-        timeout_seconds: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
-        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
     """
 
-    def __init__(
-        self,
-        *,
-        devices: int | str = "auto",
-        device: str = "auto",
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = True,
-        broadcast_buffers: bool = True,
-        timeout_seconds: float = 1800.0,
-        backend: str = "auto",
-        launcher: str = "local",
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher, process_group)
-        super().__init__(
-            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
-        )
-        self.bucket_cap_mb = bucket_cap_mb
-        self.find_unused_parameters = find_unused_parameters
-        self.static_graph = static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.gradients: TorchSum = TorchSum(self._checked_backward)
+    bucket_cap_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = True
+    gradients: TorchSum = field(init=False)
+
+    def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
+        super().__post_init__(device, micro_batch_size)
+        self.gradients = TorchSum(self._checked_backward)
         self._has_stepped = False
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:

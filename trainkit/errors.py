@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
-from numbers import Integral, Real
 from pathlib import Path
 from traceback import extract_tb, walk_tb
-from types import NoneType, UnionType
-from typing import Any, get_args, get_type_hints
-
-TYPES: Mapping[Any, str] = {bool: "True or False", str: "text", Path: "a Path", NoneType: "None"}
-"""Types of settings, with the description in messages."""
-_NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
-_ACCEPTED: Mapping[Any, type] = {int: Integral, float: Real}  # numpy's too
 
 
 class UserError(ValueError):
@@ -72,32 +64,6 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         logging.getLogger(__name__).error("%s: %s", note, error)
-
-
-def check_types(
-    constructor: Callable[..., None],
-    arguments: Mapping[str, Any],
-    *,
-    of: str = "",
-    checked: Mapping[Any, str] = {**TYPES, **_NUMBERS},
-) -> None:
-    """Raise UserError for an argument that is not of the type that it is annotated with.
-
-    Args:
-        constructor: An `__init__` with annotations.
-        arguments: Its arguments by name; others are ignored.
-        of: The name before that of an argument in messages.
-        checked: The types that are checked, with their description; arguments of any other type are not.
-
-    """
-    for name, hint in get_type_hints(constructor).items():
-        allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if name not in arguments or not set(allowed) <= checked.keys():
-            continue
-        value, kinds = arguments[name], tuple(_ACCEPTED.get(kind, kind) for kind in allowed)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed):
-            expected = " or ".join(checked[kind] for kind in allowed)
-            raise UserError(f"{of}{'.' if of else ''}{name} must be {expected}, got {value!r}.")
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

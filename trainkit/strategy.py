@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from trainkit.checkpoint.sharded_state import ShardedState, in_memory
@@ -25,6 +26,7 @@ from trainkit.metrics.step_output import StepOutput, read_evaluation_output, rea
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
+from trainkit.settings import check_arguments
 from trainkit.signals import ALWAYS
 from trainkit.task import TaskModule, has_meta_tensors, is_deferred
 from trainkit.tree import to_device
@@ -84,9 +86,10 @@ class Strategy:
         self,
         *,
         device: str = "auto",
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
+        accumulate: Annotated[int, Ge(1)] | None = None,
+        micro_batch_size: Annotated[int, Ge(1)] | Literal["auto"] | None = None,
     ) -> None:
+        check_arguments(Strategy.__init__, locals())
         self.auto_micro_batch = micro_batch_size == "auto"
         """True if the size of micro-batches is found while training."""
         size = None if self.auto_micro_batch else micro_batch_size
@@ -95,9 +98,6 @@ class Strategy:
                 f"micro_batch_size=auto does not work with {type(self).__name__}; give a number, or use "
                 "strategy=single, dp, ddp, fusion or fsdp."
             )
-        for name, value in (("accumulate", accumulate), ("micro_batch_size", size)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
         if accumulate is not None and micro_batch_size is not None:
             raise UserError(
                 f"accumulate={accumulate} and micro_batch_size={micro_batch_size} both split a batch; set one of them."

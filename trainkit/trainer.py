@@ -6,13 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Ge, Gt, Le, Unit
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -22,7 +23,7 @@ from trainkit.checkpoint.resized_buffers import resize_buffers
 from trainkit.console import say
 from trainkit.data.data import Data
 from trainkit.duration import Duration
-from trainkit.errors import TYPES, Stopped, UserError, check_types
+from trainkit.errors import Stopped, UserError
 from trainkit.logger import Logger
 from trainkit.loops.fit_config import FitConfig, NonfinitePolicy
 from trainkit.loops.worker import FitResult, evaluate_on_rank, fit_on_rank
@@ -31,9 +32,11 @@ from trainkit.model.transforms import ModelTransforms
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import GradientClipping
 from trainkit.optim.optimizer_settings import ResumeOptimizer
+from trainkit.optim.phase import GradientLimit
 from trainkit.optim.precision import Precision
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
 from trainkit.run_dir.lock import check_not_locked
+from trainkit.settings import check_arguments
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
@@ -58,6 +61,25 @@ AUTO = "auto"
 DEFAULT_CALLBACKS = ("model_summary", "learning_rate_monitor", "speed_monitor", "checkpoint", "progress_bar")
 DEFAULT_LOGGERS = ("tensorboard", "jsonl")
 _STEPS = {"train": "training_step", "validation": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+def _resume_call(location: Path | str) -> str:
+    """Return the call that resumes the run in a folder or URL."""
+    return f"Trainer(...).fit(task, data, resume={str(location)!r})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the starter of a run knows of it; nothing that changes what is trained."""
+
+    prints_run_dir: bool
+    """True if the end of a fit prints the run folder, which is else logged if it has a report."""
+    reference_batch_size: ReferenceBatchSize | None = None
+    """The global batch that the learning rate was chosen for, such as that of a recipe."""
+    resume_command: Callable[[Path | str], str] = _resume_call
+    """Returns what to type to resume the run in a folder or URL."""
+    config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
+    """Returns how the config differs from its recipe."""
 
 
 class Trainer:
@@ -123,11 +145,12 @@ class Trainer:
         max_duration: str | Duration | Sequence[str | Duration] = "1epoch",
         evaluate_every: str | Duration | None = "1epoch",
         log_every: str | Duration = "50step",
-        seed: int = 0,
+        # The largest seed: ranks and steps add to it, and torch takes seeds below 2**64.
+        seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0,
         precision: str = "fp32",
         tf32: bool = False,
-        max_grad_norm: float | None = None,
-        max_grad_value: float | None = None,
+        max_grad_norm: GradientLimit | None = None,
+        max_grad_value: GradientLimit | None = None,
         compile: bool | Mapping[str, Any] = False,
         deterministic: bool = False,
         detect_anomaly: bool = False,
@@ -140,15 +163,15 @@ class Trainer:
         channels_last: bool = False,
         sync_batch_norm: bool = False,
         on_nonfinite: NonfinitePolicy = "raise",
-        max_rollbacks: int = 3,
-        skip_grad_norm_factor: float | None = None,
+        max_rollbacks: Annotated[int, Ge(1)] = 3,
+        skip_grad_norm_factor: Annotated[float, Gt(1), "10 skips steps at ten times the average norm"] | None = None,
         resume_optimizer: ResumeOptimizer = "configured",
-        num_sanity_batches: int = 2,
-        limit_train_batches: int | None = None,
-        limit_validation_batches: int | None = None,
-        limit_test_batches: int | None = None,
-        limit_predict_batches: int | None = None,
-        overfit_batches: int | None = None,
+        num_sanity_batches: Annotated[int, Ge(0), Unit("batches")] = 2,
+        limit_train_batches: Annotated[int, Ge(1), Unit("batches")] | None = None,
+        limit_validation_batches: Annotated[int, Ge(1), Unit("batches")] | None = None,
+        limit_test_batches: Annotated[int, Ge(1), Unit("batches")] | None = None,
+        limit_predict_batches: Annotated[int, Ge(1), Unit("batches")] | None = None,
+        overfit_batches: Annotated[int, Ge(1), Unit("batches")] | None = None,
         fast_dev_run: bool = False,
         preemption_signal: str | None = None,
         requeue: bool = False,
@@ -160,8 +183,9 @@ class Trainer:
         config: str = "",
     ) -> None:
         chosen_precision = Precision(precision, tf32=tf32)  # first: its error lists the names
-        # Numbers, lists and durations are checked with what is said about them below.
-        check_types(Trainer.__init__, locals(), checked={**TYPES, Strategy: "a trainkit.Strategy"})
+        check_arguments(Trainer.__init__, locals())
+        if not isinstance(strategy, (str, Strategy)):
+            raise UserError(f"strategy must be text or a trainkit.Strategy, got {strategy!r}.")
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
         # `None` passes, as its text is not empty.
         if not str(run_dir).strip():
@@ -217,17 +241,8 @@ class Trainer:
         self.remote = check_url(run_dir) if run_dir is not None and is_url(run_dir) else None
         """The URL that the run folder is copied to, if one was given as `run_dir`."""
         self.run_dir = None if run_dir is None else working_folder(run_dir)
-        self.prints_run_dir = callbacks is None
-        """True if the end of a fit prints the run folder, which is else logged if it has a report.
-
-        By default where the default callbacks print too.
-        """
-        self.reference_batch_size: ReferenceBatchSize | None = None
-        """The global batch that the learning rate was chosen for; the command line sets that of a recipe."""
-        self.resume_command: Callable[[Path | str], str] = _resume_call
-        """Returns what to type to resume the run in a folder or URL; set by the command line."""
-        self.config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
-        """Returns how the config differs from its recipe; set by the command line."""
+        self.launch = Launch(prints_run_dir=callbacks is None)  # where the default callbacks print too
+        """How the run is started; the command line replaces it."""
 
     # ---- The four entry points; each checks what it can before any process is started
 
@@ -260,7 +275,7 @@ class Trainer:
                 data,
                 checkpoint=checkpoint,
                 run_dir=run_dir,
-                reference=self.reference_batch_size,
+                reference=self.launch.reference_batch_size,
             )
             copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
             # The report is written before the copying ends, so that it is copied too.
@@ -268,7 +283,7 @@ class Trainer:
                 result = self.strategy.launch(work)
         except KeyboardInterrupt:
             if self.strategy.comm.is_main:
-                logger.warning(_interrupt_hint(location, self.resume_command))
+                logger.warning(_interrupt_hint(location, self.launch.resume_command))
             raise
         # Before any exception below: the task has what was trained also after a signal.
         if result.weights is not None:
@@ -277,12 +292,12 @@ class Trainer:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
             if result.exit_reason == "SIGINT" and hasattr(sys, "ps1"):  # SystemExit would end the session
-                raise _interrupted(result, command=self.resume_command(location or ""))
+                raise _interrupted(result, command=self.launch.resume_command(location or ""))
             raise Stopped(result.exit_reason, EXIT_CODES[result.exit_reason])
         if result.run_dir is not None and self.strategy.comm.is_main:
             copied = f", copied to {config.remote}" if copy is not None and copy.is_complete else ""
             line = f"run folder: {result.run_dir}{copied}{' (see report.html)' if self.report else ''}"
-            if self.prints_run_dir:
+            if self.launch.prints_run_dir:
                 say(line)
             elif self.report:
                 logger.info(line)
@@ -383,7 +398,7 @@ class Trainer:
         # Here, as other imports below: a run that does not need them starts sooner.
         from trainkit.report.run_report import reported
 
-        return reported(run_dir, is_main=lambda: self.strategy.comm.is_main, config_diff=self.config_diff)
+        return reported(run_dir, is_main=lambda: self.strategy.comm.is_main, config_diff=self.launch.config_diff)
 
     def _remote_run(self, resume: str | Path | None) -> RemoteRun | None:
         """Return the run in a store that this one is copied to: that of `run_dir`, or the one that is resumed."""
@@ -513,11 +528,6 @@ def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path |
 
     resolve(path)
     return Path(path)
-
-
-def _resume_call(location: Path | str) -> str:
-    """Return the call that resumes the run in a folder or URL."""
-    return f"Trainer(...).fit(task, data, resume={str(location)!r})"
 
 
 def _interrupt_hint(location: Path | str | None, resume_command: Callable[[Path | str], str]) -> str:

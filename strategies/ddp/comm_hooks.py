@@ -214,6 +214,8 @@ def make_comm_hook(
 
     Raises UserError for names that cannot be imported or called, and for settings that exclude each other.
     """
+    if not isinstance(options, Mapping | None):
+        raise UserError(f"comm_hook_options must be a mapping such as {{rank: 2}}, got {options!r}.")
     options = dict(options or {})
     if isinstance(hook, str) and "." not in hook:
         return _builtin_hook(hook, state=state, options=options)

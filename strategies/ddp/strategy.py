@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import torch.distributed as dist
+from annotated_types import Gt, Unit
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,11 +19,11 @@ from trainkit.optim.separable import SeparableCheck
 from trainkit.strategy import PhaseTraining
 from trainkit.task import TaskModule
 
-from ..multiprocess import MultiProcessStrategy, RankSettings
+from ..multiprocess import MultiProcessStrategy
 from ..reducer.bucket import Bucket
 from ..reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB, ring_bytes
 from ..reducer.bucket_recorder import Timeline
-from ..reducer.gradient_reducer import GradientReducer, check_choice, check_reduce_dtype, check_rounding
+from ..reducer.gradient_reducer import REDUCE_DTYPES, GradientReducer, check_rounding
 from ..reducer.reducer import ReducerSettings, Unused
 from ..transports.process_group import CommunicationHook, TransportName
 from ..transports.selection import open_transport
@@ -30,6 +31,7 @@ from .comm_hooks import PowerSGD, make_comm_hook
 from .hook_states import HookStates
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     """Every rank trains a copy of the task on its samples; gradients are summed in buckets during backward.
 
@@ -37,11 +39,9 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         rank 1   forward  backward  . . . . . . .  step        gradients of bucket 1 are computed
         buckets             [0======] [1======]
 
+    Further settings are those of `MultiProcessStrategy`.
+
     Args:
-        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
-        device: `auto`, `cpu` or `cuda`.
-        accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Most samples on one device at once; `auto`: halved on out-of-memory.
         bucket_cap_mb: Size of a bucket in MiB; `None`: 25, and between hosts a sixteenth of the gradients, from 1 to
             25, so that backward hides all but the last of many.
         find_unused_parameters: Parameters without a gradient: `auto` (handled), `error` (named), `graph` (found before
@@ -58,83 +58,59 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             `comm_hook_options`, or its import path; `None`: the state is the process group.
         optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
             on CUDA after it.
-        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
             timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 draws one in the report and logs advice.
-        timeout_seconds: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
-        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
     """
 
     supports_auto_micro_batch = True
 
-    def __init__(
-        self,
-        *,
-        devices: int | str = "auto",
-        device: str = "auto",
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: Unused = "auto",
-        static_graph: bool = False,
-        transport: TransportName = "auto",
-        reduce_dtype: Literal["bf16", "fp16"] | None = None,
-        comm_hook: str | CommunicationHook = "none",
-        comm_hook_options: Mapping[str, Any] | None = None,
-        comm_hook_state: str | Callable[..., Any] | None = None,
-        optimizer_in_backward: bool = False,
-        broadcast_buffers: bool = True,
-        record_timeline: bool = False,
-        timeout_seconds: float = 1800.0,
-        backend: str = "auto",
-        launcher: str = "local",
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher, process_group)
-        super().__init__(
-            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
-        )
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise UserError(f"bucket_cap_mb must be above 0 MiB, got {bucket_cap_mb}.")
-        check_choice("find_unused_parameters", find_unused_parameters, get_args(Unused))
-        check_choice("transport", transport, get_args(TransportName))
-        self.reduce_dtype = reduce_dtype
+    bucket_cap_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
+    find_unused_parameters: Unused = "auto"
+    static_graph: bool = False
+    transport: TransportName = "auto"
+    reduce_dtype: Literal["bf16", "fp16"] | None = None
+    comm_hook: str | CommunicationHook = "none"
+    comm_hook_options: Mapping[str, Any] | None = None
+    comm_hook_state: str | Callable[..., Any] | None = None
+    optimizer_in_backward: bool = False
+    record_timeline: bool = False
+    gradients: GradientReducer = field(init=False)
+
+    def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
+        super().__post_init__(device, micro_batch_size)
         settings = ReducerSettings(
             average=False,  # losses are weighted by their fraction of the global batch, so their gradients are summed
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            timeout_seconds=self.ranks.timeout_seconds,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            timeout_seconds=self.timeout_seconds,
         )
-        self.gradients: GradientReducer = GradientReducer(
+        self.gradients = GradientReducer(
             settings,
             largest_cap_mb=DEFAULT_CAP_BYTES / MIB,
             open_transport=partial(
                 open_transport,
-                name=transport,
-                reduce_dtype=check_reduce_dtype(reduce_dtype),
+                name=self.transport,
+                reduce_dtype=REDUCE_DTYPES[self.reduce_dtype],
                 own_groups=self._own_groups,
             ),
-            timeline=Timeline if record_timeline else None,
+            timeline=Timeline if self.record_timeline else None,
             strategy=type(self).__name__,
         )
-        self.comm_hook = make_comm_hook(comm_hook, state=comm_hook_state, options=comm_hook_options)
-        if self.comm_hook is not None and reduce_dtype is not None:
+        self._hook = make_comm_hook(self.comm_hook, state=self.comm_hook_state, options=self.comm_hook_options)
+        if self._hook is not None and self.reduce_dtype is not None:
             raise UserError(
-                f"comm_hook={self.comm_hook.name} sends gradients itself, without regard to "
-                f"reduce_dtype={reduce_dtype}. Set strategy.comm_hook=none or strategy.reduce_dtype=null."
+                f"comm_hook={self._hook.name} sends gradients itself, without regard to "
+                f"reduce_dtype={self.reduce_dtype}. Set strategy.comm_hook=none or strategy.reduce_dtype=null."
             )
-        self.optimizer_in_backward = optimizer_in_backward
-        if self.auto_micro_batch and (self.comm_hook is not None or optimizer_in_backward):
+        if self.auto_micro_batch and (self._hook is not None or self.optimizer_in_backward):
             raise UserError(
                 "micro_batch_size=auto repeats a step that runs out of memory, which is not possible with "
                 "optimizer_in_backward=true or a comm_hook; set strategy.micro_batch_size to a number."
             )
-        self._is_compressed = self.comm_hook is not None or reduce_dtype is not None
-        self._hook_states = HookStates(self.comm_hook)
+        self._is_compressed = self._hook is not None or self.reduce_dtype is not None
+        self._hook_states = HookStates(self._hook)
         self._bucketwise: BucketwiseOptimizer | None = None
         self._separable: SeparableCheck | None = None  # with `optimizer_in_backward`
 
@@ -150,7 +126,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "optimizer_in_backward=true needs a single optimizer, and this task has phases. Set "
                 "strategy.optimizer_in_backward=false."
             )
-        if phase_optimizer.needs_closure and (self.comm_hook is not None or self.optimizer_in_backward):
+        if phase_optimizer.needs_closure and (self._hook is not None or self.optimizer_in_backward):
             raise UserError(
                 "LBFGS compares the exact gradients of several evaluations, after all of them are known. Set "
                 "strategy.optimizer_in_backward=false strategy.comm_hook=none."
@@ -176,7 +152,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Reduce the gradients of the parameters that require one now; collective."""
         name = next((name for name, parameter in self._untrained.items() if parameter.requires_grad), None)
         # The new reducers begin with a new state of the hook: its errors would be lost.
-        if self.comm_hook is not None:
+        if self._hook is not None:
             what = "the parameters of the optimizer changed" if name is None else f"{name} was unfrozen or added"
             raise UserError(
                 f"{what} during the run, and {type(self).__name__} keeps state of the gradients that it began with. "

@@ -8,12 +8,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import is_not
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
+from annotated_types import Ge, Unit
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.distributed.collectives import ProcessGroupCollectives
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError
 from trainkit.files import write_optional
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in, preserve_state, restore
@@ -36,7 +37,7 @@ from trainkit.strategy import PhaseTraining, named_state
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
 
-from ..multiprocess import MultiProcessStrategy, RankSettings
+from ..multiprocess import MultiProcessStrategy
 from ..optimizer_shards import NEVER_SHARDED, check_elementwise
 from ..reducer.grad_norm import norm_dtype, total_norm
 from .parameter_shard import ParameterShard
@@ -56,6 +57,7 @@ class LockstepCollectives(ProcessGroupCollectives):
         return self.any_rank(requested)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     """Every rank trains on its samples and holds a shard of the task; a unit is gathered while it runs.
 
@@ -65,9 +67,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     PyTorch's `fully_shard` gathers the parameters and sums the gradients. Each rank updates its shard. Ranks run the
     same units in the same order: one with fewer samples repeats its last batch, whose gradient counts zero.
 
+    Further settings are those of `MultiProcessStrategy`.
+
     Args:
-        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
-        device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each rank; their gradients are summed once, at the end of the last one,
             and take the memory of all parameters until then.
         micro_batch_size: Most samples on one device at once; `auto`: grows while measured memory allows (CUDA).
@@ -81,11 +83,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             gradients summed between groups too.
         reduce_dtype: Dtype in which gradients are sent and summed: their own (`None`), `bf16`, `fp16` or `fp32`.
         offload: `cpu`: shards, their gradients and the optimizer are in host memory (CUDA).
-        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
-        timeout_seconds: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
-        process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
     """
 
@@ -93,51 +90,16 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     grows_micro_batch = True  # a rank that left a step would leave others waiting for its shards
     collectives = LockstepCollectives
 
-    def __init__(
-        self,
-        *,
-        devices: int | str = "auto",
-        device: str = "auto",
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        units: Units = "auto",
-        min_unit_mb: float = 1.0,
-        reshard_after_forward: bool | int = True,
-        prefetch: int | None = None,
-        replicate: int = 1,
-        reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-        offload: Literal["cpu"] | None = None,
-        broadcast_buffers: bool = True,
-        timeout_seconds: float = 1800.0,
-        backend: str = "auto",
-        launcher: str = "local",
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher, process_group)
-        super().__init__(
-            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
-        )
-        if min_unit_mb < 0:
-            raise UserError(f"min_unit_mb must be at least 0 MiB, got {min_unit_mb}.")
-        if not isinstance(reshard_after_forward, int):
-            raise UserError(
-                f"reshard_after_forward must be true, false or a number of ranks, got {reshard_after_forward!r}."
-            )
-        if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1):
-            raise UserError(f"prefetch must be null or a whole number of units, at least 1, got {prefetch!r}.")
-        if isinstance(replicate, bool) or not isinstance(replicate, int) or replicate < 1:
-            raise UserError(f"replicate must be a whole number of groups, at least 1, got {replicate!r}.")
-        if reduce_dtype not in REDUCE_DTYPES:
-            names = [name for name in REDUCE_DTYPES if name]
-            raise UserError(
-                f"reduce_dtype={reduce_dtype!r} is unknown.{nearest(str(reduce_dtype), names)} Choose null, "
-                f"{', '.join(names)}."
-            )
-        if offload not in (None, "cpu"):
-            raise UserError(f"offload={offload!r} is unknown.{nearest(str(offload), ['cpu'])} Choose null or cpu.")
-        self.units, self.min_unit_mb, self.offload = units, min_unit_mb, offload
-        self.reshard_after_forward, self.replicate, self.reduce_dtype = reshard_after_forward, replicate, reduce_dtype
-        self.prefetch = prefetch
+    units: Units = "auto"
+    min_unit_mb: Annotated[float, Ge(0), Unit("MiB")] = 1.0
+    reshard_after_forward: bool | Annotated[int, Unit("ranks")] = True
+    prefetch: Annotated[int, Ge(1), Unit("units")] | None = None
+    replicate: Annotated[int, Ge(1), Unit("groups")] = 1
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    offload: Literal["cpu"] | None = None
+
+    def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
+        super().__post_init__(device, micro_batch_size)
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._muons: dict[str, ShardedMuon] = {}  # by phase
@@ -231,7 +193,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         for unit in units:
             _check_one_dtype(unit.name, unit.module, [other.module for other in units if other is not unit])
         mesh = make_mesh(
-            self.comm.group, self.device.type, replicate=self.replicate, timeout_seconds=self.ranks.timeout_seconds
+            self.comm.group, self.device.type, replicate=self.replicate, timeout_seconds=self.timeout_seconds
         )
         # Rank 0's, as each rank has recorded the random numbers of its own constructor.
         records = self.comm.broadcast_object(self._records) if self._records else {}

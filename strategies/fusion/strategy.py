@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
+import torch.distributed as dist
+from annotated_types import Ge, Gt, Unit
 from torch import Tensor
 
 from trainkit.checkpoint.sharded_state import ShardedState
@@ -20,12 +22,12 @@ from trainkit.optim.separable import SeparableCheck, step_hooks
 from trainkit.strategy import named_state
 from trainkit.task import TaskModule
 
-from ..multiprocess import MultiProcessStrategy, RankSettings
+from ..multiprocess import MultiProcessStrategy
 from ..optimizer_shards import ShardedOptimizer, check_elementwise, state_dict_without_state
 from ..reducer.bucket_plan import MIB
 from ..reducer.bucket_recorder import Timeline
 from ..reducer.grad_norm import total_norm
-from ..reducer.gradient_reducer import GradientReducer, check_choice, check_reduce_dtype, check_rounding
+from ..reducer.gradient_reducer import REDUCE_DTYPES, GradientReducer, check_rounding
 from ..reducer.reducer import ReducerSettings, Unused
 from ..transports.communication_thread import CommunicationThread
 from ..transports.hosts import HostLayout
@@ -39,6 +41,7 @@ _LARGEST_SHARD = MIB  # that gloo divides into messages
 _LARGEST_BUFFER_MB = 4.0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FusionStrategy(MultiProcessStrategy):
     """Every rank is a worker and a server; server i sums shard i of every buffer while backward runs.
 
@@ -50,11 +53,9 @@ class FusionStrategy(MultiProcessStrategy):
     `shard_optimizer` a server keeps the optimizer state of its shard only, and updates that shard of the weights: as
     soon as it is summed, unless all gradients are needed first (clipping, fp16, weights from `training_step`).
 
+    Further settings are those of `MultiProcessStrategy`.
+
     Args:
-        devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
-        device: `auto`, `cpu` or `cuda`.
-        accumulate: Micro-batches of a step on each rank.
-        micro_batch_size: Most samples on one device at once; `auto`: halved on out-of-memory.
         buffer_mb: Size of a buffer in MiB, sent through gloo in chunks of at most 1 MiB for each server (a quarter of
             it with `shard_optimizer`); `None`: 4, and between hosts a sixteenth of the gradients, from 1 to 4.
         max_in_flight: Chunks that are sent through gloo at once, at most, each with its own copy. Inside a host buffers
@@ -70,84 +71,52 @@ class FusionStrategy(MultiProcessStrategy):
             `auto`: if the weights have at most 64 MiB.
         find_unused_parameters: Parameters without a gradient: `auto` (handled), `error` (named), `graph` (found before
             backward, by a walk over the autograd graph).
-        broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
         record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
             timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 draws one in the report and logs advice.
-        timeout_seconds: Seconds to wait for another rank.
-        backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
-        launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
 
     """
 
     supports_auto_micro_batch = True
 
-    def __init__(
-        self,
-        *,
-        devices: int | str = "auto",
-        device: str = "auto",
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        buffer_mb: float | None = None,
-        max_in_flight: int = 4,
-        reduce_dtype: Literal["bf16", "fp16"] | None = None,
-        transport: ShardTransportName = "auto",
-        servers: Servers = "rank",
-        communication_thread: Literal["auto"] | bool = "auto",
-        shard_optimizer: bool = False,
-        optimizer_in_backward: Literal["auto"] | bool = "auto",
-        find_unused_parameters: Unused = "auto",
-        broadcast_buffers: bool = True,
-        record_timeline: bool = False,
-        timeout_seconds: float = 1800.0,
-        backend: str = "auto",
-        launcher: str = "local",
-    ) -> None:
-        ranks = RankSettings(devices, device, timeout_seconds, backend, launcher)
-        super().__init__(
-            ranks, accumulate=accumulate, micro_batch_size=micro_batch_size, broadcast_buffers=broadcast_buffers
-        )
-        if buffer_mb is not None and not buffer_mb > 0:
-            raise UserError(f"buffer_mb must be above 0 MiB, got {buffer_mb}.")
-        check_choice("find_unused_parameters", find_unused_parameters, get_args(Unused))
-        check_choice("transport", transport, get_args(ShardTransportName))
-        check_choice("servers", servers, get_args(Servers))
-        if type(max_in_flight) is not int or max_in_flight < 1:
-            raise UserError(f"max_in_flight must be a whole number of chunks, at least 1, got {max_in_flight!r}.")
-        switches = {"communication_thread": communication_thread, "optimizer_in_backward": optimizer_in_backward}
-        for name, choice in switches.items():
-            if choice not in ("auto", True, False):
-                raise UserError(f"{name} must be auto, true or false, got {choice!r}.")
-        if self.auto_micro_batch and shard_optimizer:
+    buffer_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
+    max_in_flight: Annotated[int, Ge(1), Unit("chunks")] = 4
+    reduce_dtype: Literal["bf16", "fp16"] | None = None
+    transport: ShardTransportName = "auto"
+    servers: Servers = "rank"
+    communication_thread: Literal["auto"] | bool = "auto"
+    shard_optimizer: bool = False
+    optimizer_in_backward: Literal["auto"] | bool = "auto"
+    find_unused_parameters: Unused = "auto"
+    record_timeline: bool = False
+    process_group: dist.ProcessGroup | None = field(default=None, init=False)  # buffers are exchanged by all ranks
+    gradients: GradientReducer = field(init=False)
+
+    def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
+        super().__post_init__(device, micro_batch_size)
+        if self.auto_micro_batch and self.shard_optimizer:
             raise UserError(
                 "micro_batch_size=auto does not work with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
             )
-        self.reduce_dtype = reduce_dtype
-        self.transport_name: ShardTransportName = transport
-        self.servers: Servers = servers
-        self.communication_thread = communication_thread
-        self.shard_optimizer = shard_optimizer
         self.fusion_settings = FusionSettings(
-            _LARGEST_MESSAGE if shard_optimizer else _LARGEST_SHARD,
-            max_in_flight,
-            check_reduce_dtype(reduce_dtype),
-            shard_optimizer,
+            _LARGEST_MESSAGE if self.shard_optimizer else _LARGEST_SHARD,
+            self.max_in_flight,
+            REDUCE_DTYPES[self.reduce_dtype],
+            self.shard_optimizer,
         )
         settings = ReducerSettings(
             average=False,  # losses are weighted by their fraction of the global batch, so their gradients are summed
-            bucket_cap_mb=buffer_mb,
-            find_unused_parameters=find_unused_parameters,
-            timeout_seconds=self.ranks.timeout_seconds,
+            bucket_cap_mb=self.buffer_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            timeout_seconds=self.timeout_seconds,
         )
-        self.gradients: GradientReducer = GradientReducer(
+        self.gradients = GradientReducer(
             settings,
             largest_cap_mb=_LARGEST_BUFFER_MB,
             open_transport=self._open_transport,
-            timeline=partial(Timeline, word="buffer", size_key="strategy.buffer_mb") if record_timeline else None,
+            timeline=partial(Timeline, word="buffer", size_key="strategy.buffer_mb") if self.record_timeline else None,
             strategy=type(self).__name__,
         )
-        self._in_backward = optimizer_in_backward
         self._steps_in_backward = False  # what ranks decided
         self._transport: ShardTransport | None = None
         self._thread: CommunicationThread | None = None  # which moves the buffers of `_transport`
@@ -178,7 +147,7 @@ class FusionStrategy(MultiProcessStrategy):
         """Return the transport of the buffers of a new Reducer; collective."""
         self._transport = open_shard_transport(
             process_group,
-            name=self.transport_name,
+            name=self.transport,
             servers=self.servers,
             settings=replace(self.fusion_settings, second_weights=self._steps_in_backward),
             num_gradients=self._num_gradients,
@@ -201,7 +170,7 @@ class FusionStrategy(MultiProcessStrategy):
 
     def _can_step_in_backward(self, phase_optimizer: PhaseOptimizer) -> bool:
         """Return True if servers update their shards while backward runs, the same on every rank; collective."""
-        is_wanted = self._in_backward
+        is_wanted = self.optimizer_in_backward
         if is_wanted == "auto":
             is_wanted = sum(parameter.nbytes for parameter in self._all_trained) <= MAX_BYTES_IN_BACKWARD
         needs_all_gradients = (

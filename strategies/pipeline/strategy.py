@@ -6,14 +6,16 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import chain
 from math import ceil
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
+from annotated_types import Ge, Unit
 from torch import Tensor, nn
 
 from trainkit.checkpoint.sharded_state import ShardedState
@@ -31,12 +33,13 @@ from trainkit.optim.optimizer import GradientClipping, PhaseOptimizer, configure
 from trainkit.optim.precision import Precision
 from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
+from trainkit.settings import check_choice
 from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
 from trainkit.task import TaskModule, begin_training, has_phases, is_deferred
 from trainkit.tree import map_tensors, to_device
 
 from ..merged_buffers import MergedBuffers
-from ..multiprocess import MultiProcessStrategy, RankSettings
+from ..multiprocess import MultiProcessStrategy
 from .plan.memory import TrainingMemory
 from .plan.partition import SharedParameters
 from .plan.plan_report import PlanReport, draw_stages, write_plan, write_timeline
@@ -50,7 +53,7 @@ from .run.mesh import PipelineCollectives, PipelineErrors, PipelineMesh
 from .run.optimizer_shards import OptimizerShards
 from .run.runtime import PipelineRuntime, ReadLoss, lanes_of
 from .run.stage_executor import StageExecutor, in_precision
-from .run.staged_model import StagedModel, check_name, step_key
+from .run.staged_model import StagedModel, step_key
 from .run.state import PipelineState
 from .run.verification import Verification, fits_in_memory
 from .trace.graph import Step
@@ -61,6 +64,7 @@ logger = logging.getLogger(__name__)
 MICRO_BATCHES_PER_STAGE = 2  # by default; more of them would make a larger share of the time busy
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PipelineStrategy(MultiProcessStrategy):
     """Partitions the task into stages, one a process, and passes the micro-batches of each step through them.
 
@@ -72,6 +76,8 @@ class PipelineStrategy(MultiProcessStrategy):
 
     The task needs no change: its step is traced on the first batch and partitioned; then each rank runs the step,
     but executes only the nodes of its stage.
+
+    Further settings are those of `MultiProcessStrategy`.
 
     Args:
         stages: Number of pipeline stages (processes per replica).
@@ -92,7 +98,6 @@ class PipelineStrategy(MultiProcessStrategy):
         balance: `speed`, `memory`, or a share between 0 and 1 of memory against time.
         trace: `eager` (run and time one step on the CPU), `fake` (FakeTensor, no compute; times are estimated) or
             `auto` (`fake` for a task on the meta device).
-        device: `auto`, `cpu` or `cuda`.
         accumulate: Micro-batches of a step on each replica; by default two for each stage.
         micro_batch_size: Largest number of samples of a micro-batch, in place of `accumulate`.
         broadcast_buffers: Give all replicas the buffers (batch-norm statistics) of the first one after every step.
@@ -102,7 +107,6 @@ class PipelineStrategy(MultiProcessStrategy):
             the first stage runs before: `auto` (one, if the whole task takes a small share of its memory), `off`, or
             a number. A difference ends the run with the name of the first call that differs.
         record_timeline: Write the actions of all ranks in the last step to the run folder, for the report.
-        timeout_seconds: Seconds to wait for another rank.
         backend: Backend between ranks: `auto` (gloo on the CPU, nccl on CUDA), or one of torch.distributed. With nccl
             and a CUDA device for each rank, stages use it too; otherwise they send by gloo, through host memory.
         launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
@@ -111,69 +115,47 @@ class PipelineStrategy(MultiProcessStrategy):
 
     supports_module_hooks = False  # each stage runs a part of the modules
     initializes_modules = True
-    runtime: PipelineRuntime  # from `setup` on
+    stages: Annotated[int, Ge(1)] = 2
+    replicas: Annotated[int, Ge(1)] = 1
+    placement: Literal["auto", "cluster", "spread"] = "auto"
+    schedule: str = "1f1b"
+    stages_per_rank: Annotated[int, Ge(1)] = 2
+    max_in_flight: Annotated[int, Ge(1)] | None = None
+    split_points: Sequence[str] | None = None
+    shared_parameters: SharedParameters = "auto"
+    balance: str | float = "speed"
+    trace: str = "auto"
+    shard_optimizer: bool = False
+    verify: Annotated[int, Ge(0), Unit("steps")] | Literal["auto", "off"] = "auto"
+    record_timeline: bool = False
+    # No settings of a pipeline, whose ranks are stages x replicas, and all of those that were started.
+    devices: int | str = field(default="auto", init=False)
+    process_group: dist.ProcessGroup | None = field(default=None, init=False)
+    runtime: PipelineRuntime = field(init=False)  # from `setup` on
 
-    def __init__(
-        self,
-        *,
-        stages: int = 2,
-        replicas: int = 1,
-        placement: Literal["auto", "cluster", "spread"] = "auto",
-        schedule: str = "1f1b",
-        stages_per_rank: int = 2,
-        max_in_flight: int | None = None,
-        split_points: Sequence[str] | None = None,
-        shared_parameters: SharedParameters = "auto",
-        balance: str | float = "speed",
-        trace: str = "auto",
-        device: str = "auto",
-        accumulate: int | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        broadcast_buffers: bool = True,
-        shard_optimizer: bool = False,
-        verify: int | Literal["auto", "off"] = "auto",
-        record_timeline: bool = False,
-        timeout_seconds: float = 1800.0,
-        backend: str = "auto",
-        launcher: str = "local",
-    ) -> None:
-        super().__init__(
-            RankSettings(device=device, timeout_seconds=timeout_seconds, backend=backend, launcher=launcher),
-            accumulate=accumulate,
-            micro_batch_size=micro_batch_size,
-            broadcast_buffers=broadcast_buffers,
-        )
-        for name, value in (("stages", stages), ("replicas", replicas), ("stages_per_rank", stages_per_rank)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:  # `True` is an int
-                raise UserError(f"{name} must be a whole number, at least 1, got {value!r}.")
-        if not isinstance(shard_optimizer, bool):
-            raise UserError(f"shard_optimizer must be true or false, got {shard_optimizer!r}.")
-        if shard_optimizer and replicas == 1:
+    def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
+        check_choice("schedule", self.schedule, [*SCHEDULES, *SEVERAL_STAGES, *SYNONYMS])
+        super().__post_init__(device, micro_batch_size)
+        if self.shard_optimizer and self.replicas == 1:
             raise UserError(
                 "shard_optimizer=true divides the optimizer of a stage over its replicas, and there is one. Type "
                 "strategy.replicas=2, or strategy.shard_optimizer=false."
             )
-        if verify not in ("auto", "off") and (not isinstance(verify, int) or verify < 0):
-            raise UserError(f"verify must be auto, off or a number of steps, got {verify!r}.")
-        name = SYNONYMS.get(schedule, check_name("schedule", schedule, [*SCHEDULES, *SEVERAL_STAGES, *SYNONYMS]))
-        if max_in_flight is not None:
-            _check_in_flight(name, max_in_flight, needed=most_in_flight(stages, stages_per_rank))
-        self.schedule = Schedule(name, stages, stages_per_rank if name in SEVERAL_STAGES else 1, max_in_flight)
-        check_name("placement", placement, ("auto", "cluster", "spread"))
-        self.mesh = PipelineMesh(stages=stages, replicas=replicas, placement=placement)
+        name, limit = SYNONYMS.get(self.schedule, self.schedule), self.max_in_flight
+        if limit is not None:
+            _check_in_flight(name, limit, needed=most_in_flight(self.stages, self.stages_per_rank))
+        self._schedule = Schedule(name, self.stages, self.stages_per_rank if name in SEVERAL_STAGES else 1, limit)
+        self.mesh = PipelineMesh(stages=self.stages, replicas=self.replicas, placement=self.placement)
         self.staged_model = StagedModel(
-            schedule=self.schedule,
-            split_points=split_points,
-            shared_parameters=shared_parameters,
-            balance=balance,
-            trace=trace,
+            schedule=self._schedule,
+            split_points=self.split_points,
+            shared_parameters=self.shared_parameters,
+            balance=self.balance,
+            trace=self.trace,
         )
         self.state = PipelineState()
         self.plan_report: PlanReport | None = None
         """The stages, once the task is partitioned."""
-        self.verify = verify
-        self.shard_optimizer = shard_optimizer
-        self.record_timeline = record_timeline
         self._gradients: dict[str, StageGradients] = {}  # by phase
         self._phase_optimizers: dict[str, PhaseOptimizer] = {}  # by phase
         self._tried_hooks: dict[str, list[Callable[..., Any]]] = {}  # of optimizers' steps, by phase
@@ -195,7 +177,7 @@ class PipelineStrategy(MultiProcessStrategy):
         """Join the other ranks, with nothing partitioned; collective."""
         super().setup(precision)
         self.staged_model.dtype = precision.compute_type
-        self.mesh.join(timeout=timedelta(seconds=self.ranks.timeout_seconds))
+        self.mesh.join(timeout=timedelta(seconds=self.timeout_seconds))
         self._of_all_ranks = self.comm  # the collectives below are made of it, again when ranks are placed otherwise
         self._take_place()
 
@@ -395,7 +377,7 @@ class PipelineStrategy(MultiProcessStrategy):
             return None
         # By UUID: each process may see its GPU as cuda:0, and NCCL refuses two ranks on one.
         devices = self.comm.all_gather_object(str(torch.cuda.get_device_properties(self.device).uuid))
-        asked = self.ranks.backend
+        asked = self.backend
         return lane_backend(dist.get_backend_config(self._all_ranks) if asked == "auto" else asked, devices)
 
     def _training_steps(self, task: TaskModule) -> dict[str, TrainingStep]:
@@ -512,7 +494,7 @@ class PipelineStrategy(MultiProcessStrategy):
             if self.record_timeline and batch.micro_batches:
                 spans = self.runtime.timeline()
                 if self.comm.is_main and self.log_dir is not None:
-                    write_timeline(spans, self.log_dir, expected=self.schedule.bubble(len(batch.micro_batches)))
+                    write_timeline(spans, self.log_dir, expected=self._schedule.bubble(len(batch.micro_batches)))
             return outputs
 
     def _forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:
@@ -542,7 +524,7 @@ class PipelineStrategy(MultiProcessStrategy):
         if gradients.follow_trained() and not self._phase:
             self._all_trained = self._trained = [item for item in task.parameters() if item.requires_grad]
         # Those of every rank: from the message of another one follows what it has received.
-        actions = [self.schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
+        actions = [self._schedule.actions(rank, len(batches)) for rank in range(self.mesh.stages)]
         with self.state.absent.readable():
             verification = self._verification(task, executor, step, batches, read_loss)
         check = None
@@ -782,9 +764,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
 
 def _check_in_flight(schedule: str, limit: int, *, needed: int) -> None:
-    """Raise UserError for a limit of micro-batches that is not a number, or with which the schedule cannot be run."""
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-        raise UserError(f"max_in_flight must be a whole number, at least 1, or null, got {limit!r}.")
+    """Raise UserError for a limit of micro-batches with which the schedule cannot be run."""
     if schedule in SEVERAL_STAGES and limit < needed:
         raise UserError(
             f"strategy.max_in_flight={limit} is too few for strategy.schedule={schedule}, whose first rank has "

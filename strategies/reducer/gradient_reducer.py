@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.distributed.collectives import ProcessGroupCollectives, gather
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
@@ -217,20 +217,6 @@ class GradientReducer(GradientSum):
         """Stop measuring and return the overlap; `None` on a CUDA device."""
         meter, self._meter = self._meter, None
         return None if meter is None else meter.close(steps)
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise UserError if the setting is not one of the choices."""
-    if value not in choices:
-        raise UserError(f"{name}={value!r} is unknown.{nearest(value, choices)} Choose {', '.join(choices)}.")
-
-
-def check_reduce_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of the setting `reduce_dtype`; raises UserError for another name."""
-    if name not in REDUCE_DTYPES:
-        likely = nearest(str(name), ("bf16", "fp16"))
-        raise UserError(f"reduce_dtype={name!r} is unknown.{likely} Choose null, bf16 or fp16.")
-    return REDUCE_DTYPES[name]
 
 
 def check_rounding(reduce_dtype: str | None, phase_optimizer: PhaseOptimizer, precision: Precision) -> None:

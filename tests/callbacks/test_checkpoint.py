@@ -177,8 +177,8 @@ def test_a_metric_without_validation_data_is_rejected_at_the_start(fit: Fit, scr
     ("settings", "message"),
     [
         ({"mode": "mim"}, "Did you mean 'min'"),
-        ({"save_top_k": 0}, "save_top_k must be at least 1"),
-        ({"save_last_k": 0}, "save_last_k must be at least 1"),
+        ({"save_top_k": 0}, "save_top_k must be a whole number, at least 1"),
+        ({"save_last_k": 0}, "save_last_k must be a whole number, at least 1"),
         ({"every": "5 stepp"}, "checkpoint.every.*Did you mean"),
     ],
 )

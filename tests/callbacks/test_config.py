@@ -48,11 +48,19 @@ def test_every_setting_of_a_callback_is_refused_as_an_unexpected_object_by_its_n
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("early_stopping", {"patience": "3"}, r"early_stopping\.patience must be a whole number, got '3'\."),
-        ("early_stopping", {"threshold": "0"}, r"early_stopping\.threshold must be a number or None, got '0'\."),
-        ("ema", {"every": True}, r"ema\.every must be a whole number, got True\."),
-        ("ema", {"decay": [0.9]}, r"ema\.decay must be a number, got \[0\.9\]\."),
-        ("checkpoint", {"save_last_k": 1.5}, r"checkpoint\.save_last_k must be a whole number or None, got 1\.5\."),
+        (
+            "early_stopping",
+            {"patience": "3"},
+            r"early_stopping\.patience must be a whole number of evaluations, at least 1, got '3'\.",
+        ),
+        ("early_stopping", {"threshold": "0"}, r"early_stopping\.threshold must be None or a number, got '0'\."),
+        ("ema", {"every": True}, r"ema\.every must be a whole number of steps, at least 1, got True\."),
+        ("ema", {"decay": [0.9]}, r"ema\.decay must be a number above 0 and below 1, got \[0\.9\]; 0\.999 remembers"),
+        (
+            "checkpoint",
+            {"save_last_k": 1.5},
+            r"checkpoint\.save_last_k must be None or a whole number, at least 1, got 1\.5\.",
+        ),
         ("checkpoint", {"async_save": "false"}, r"checkpoint\.async_save must be True or False, got 'false'\."),
         ("histograms", {"pattern": None}, r"histograms\.pattern must be text, got None\."),
     ],

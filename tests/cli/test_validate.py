@@ -465,7 +465,7 @@ def test_a_learning_rate_that_the_optimizer_refuses_is_a_message(typed, strategy
 
 def test_a_seed_that_is_too_large_is_a_message(capsys):
     assert main(["fit", "recipe=digits_mlp", f"trainer.seed={10**23}", *QUIET]) == 2
-    assert "trainer.seed: must be a whole number from 0 to 2**63 - 1" in capsys.readouterr().err
+    assert "trainer.seed: must be a whole number, at least 0 and at most 2**63 - 1" in capsys.readouterr().err
 
 
 def test_an_error_of_a_constructor_about_its_own_default_is_not_reported(tmp_path, capsys):

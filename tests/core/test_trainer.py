@@ -17,6 +17,7 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import MemoryLogger, Recorder, Regression, RegressionStream, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, TaskModule, Trainer, UserError, registry
+from trainkit.trainer import Launch
 
 
 def data(num_samples=18, **settings):
@@ -303,7 +304,7 @@ def test_the_result_has_the_outcome_of_the_run(make_trainer):
 @pytest.mark.parametrize("report", [True, False])
 def test_the_end_of_a_fit_prints_where_the_run_folder_and_the_report_are(make_trainer, capsys, report):
     trainer = make_trainer(report=report)
-    trainer.prints_run_dir = True  # as with the default callbacks
+    trainer.launch = Launch(prints_run_dir=True)  # as with the default callbacks
     result = trainer.fit(Regression(), data())
     with_report = " (see report.html)" * report
     assert capsys.readouterr().out == f"run folder: {result.run_dir}{with_report}\n"
@@ -324,14 +325,14 @@ def test_without_the_default_callbacks_the_place_of_the_report_is_logged_and_not
 def test_ranks_print_the_run_folder_once(make_trainer, capfd):
     strategy = registry.make("strategy", "ddp", {"device": "cpu", "devices": 2})
     trainer = make_trainer(strategy)
-    trainer.prints_run_dir = True
+    trainer.launch = Launch(prints_run_dir=True)
     trainer.fit(Regression(), data())
     assert capfd.readouterr().out.count("run folder: ") == 1
 
 
 def test_a_fast_dev_run_prints_no_run_folder(make_trainer, capsys):
     trainer = make_trainer(fast_dev_run=True)
-    trainer.prints_run_dir = True
+    trainer.launch = Launch(prints_run_dir=True)
     trainer.fit(Regression(), data())
     assert capsys.readouterr().out == ""
 
@@ -551,8 +552,8 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
         ({"evaluate_every": "5"}, r"evaluate_every = '5' is not a duration; write"),
         ({"log_every": "abc"}, r"log_every = 'abc' is not a duration; write"),
         ({"precision": "bf16"}, r"unknown precision 'bf16'\. Did you mean 'bf16-(true|mixed)'.*Choose one of fp32"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm must be positive, got 0\.0; None disables it"),
-        ({"max_grad_value": -1.0}, r"max_grad_value must be positive, got -1\.0"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be a number above 0, got 0\.0; None disables it"),
+        ({"max_grad_value": -1.0}, r"max_grad_value must be a number above 0, got -1\.0"),
         (
             {"max_grad_norm": 1.0, "max_grad_value": 1.0},
             r"max_grad_norm and max_grad_value exclude each other; set one",
@@ -562,9 +563,9 @@ def test_a_subclass_of_an_optimizer_is_left_as_it_is(make_trainer):
             r"on_nonfinite='skp' is unknown\. Did you mean 'skip'\? Choose raise, skip, stop or roll",
         ),
         ({"limit_train_batches": 0}, r"limit_train_batches must be a whole number of batches, at least 1, got 0"),
-        ({"limit_validation_batches": 0.5}, r"limit_validation_batches must be a whole number"),
-        ({"limit_test_batches": True}, r"limit_test_batches must be a whole number"),
-        ({"limit_predict_batches": "3"}, r"limit_predict_batches must be a whole number"),
+        ({"limit_validation_batches": 0.5}, r"limit_validation_batches must be None or a whole number"),
+        ({"limit_test_batches": True}, r"limit_test_batches must be None or a whole number"),
+        ({"limit_predict_batches": "3"}, r"limit_predict_batches must be None or a whole number"),
         ({"overfit_batches": 0}, r"overfit_batches must be a whole number of batches, at least 1"),
         ({"num_sanity_batches": -1}, r"num_sanity_batches must be a whole number of batches, at least 0"),
     ],
@@ -580,8 +581,8 @@ def test_a_wrong_setting_is_refused_with_what_to_type(settings, message):
         ({"precision": 32}, r"unknown precision 32\. Did you mean 'fp32'\? Choose one of fp32"),
         ({"precision": None}, r"unknown precision None\. Choose one of fp32"),
         ({"precision": torch.float32}, r"unknown precision torch\.float32\..*Choose one of fp32"),
-        ({"max_grad_norm": "1"}, r"max_grad_norm must be positive, got '1'; None disables it"),
-        ({"max_grad_value": True}, r"max_grad_value must be positive, got True; None disables it"),
+        ({"max_grad_norm": "1"}, r"max_grad_norm must be None or a number above 0, got '1'; None disables it"),
+        ({"max_grad_value": True}, r"max_grad_value must be None or a number above 0, got True; None disables it"),
         ({"on_nonfinite": None}, r"on_nonfinite=None is unknown\. Choose raise, skip, stop or rollback"),
         ({"compile": "false"}, r"compile must be True, False or a mapping .*got 'false'"),
         ({"fast_dev_run": 3}, r"fast_dev_run must be True or False, got 3"),
@@ -591,7 +592,7 @@ def test_a_wrong_setting_is_refused_with_what_to_type(settings, message):
         ({"no_weight_decay": None}, r"no_weight_decay=None is not a list of patterns; write no_weight_decay=\["),
         ({"strategy": None}, r"strategy must be text or a trainkit\.Strategy, got None"),
         ({"strategy": SingleStrategy}, r"strategy must be text or a trainkit\.Strategy, got <class"),
-        ({"run_dir": 5}, r"run_dir must be text or a Path or None, got 5"),
+        ({"run_dir": 5}, r"run_dir must be text, a Path or None, got 5"),
         ({"run_dir": ""}, r"run_dir is empty; write run_dir='runs/mine'"),
         ({"run_dir": " "}, r"run_dir is empty; write run_dir='runs/mine'"),
         ({"run_dir": Path(" ")}, r"run_dir is empty; write run_dir='runs/mine'"),

@@ -129,7 +129,7 @@ def test_a_run_goes_on_twice_on_other_ranks_with_the_same_global_batches(
         ({"paths": "nothing/*.jsonl"}, r"no file matches 'nothing/\*.jsonl'"),
         ({"paths": []}, "there are no paths"),
         ({"paths": ["a.csv"]}, r"a.csv ends with none of .parquet, .jsonl"),
-        ({"paths": ["a.jsonl"], "shuffle_buffer": -1}, "shuffle_buffer must be a whole number of rows, 0 or more"),
+        ({"paths": ["a.jsonl"], "shuffle_buffer": -1}, "shuffle_buffer must be a whole number of rows, at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

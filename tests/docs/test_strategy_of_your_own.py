@@ -2,8 +2,6 @@
 
 import importlib
 
-from trainkit.strategies.multiprocess import RankSettings
-
 from tests.docs.test_code_blocks import ROOT, blocks_of
 from tests.tasks import Regression, regression_data
 from trainkit import Data
@@ -15,6 +13,6 @@ def test_the_strategy_of_the_docs_is_equal_to_single_in_at_most_40_lines(tmp_pat
     assert len(code.splitlines()) <= 40
     (tmp_path / "flat_all_reduce.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)  # ranks import it by name
-    made = importlib.import_module("flat_all_reduce").FlatAllReduce(RankSettings(devices=2, device="cpu"), accumulate=2)
+    made = importlib.import_module("flat_all_reduce").FlatAllReduce(devices=2, device="cpu", accumulate=2)
     report = compare_strategies(Regression(), Data(train=regression_data(20), batch_size=8), [made], steps=4)
     assert [row.verdict for row in report.rows] == ["reference", "equal"], report.as_table()

@@ -120,7 +120,7 @@ def test_the_average_follows_a_gradient_that_grows_slowly():
 
 @pytest.mark.parametrize("factor", [1, 0.5, True, "10"])
 def test_a_factor_that_calls_usual_steps_spikes_is_refused(factor):
-    with pytest.raises(UserError, match="skip_grad_norm_factor must be above 1"):
+    with pytest.raises(UserError, match=r"skip_grad_norm_factor must be .*a number above 1"):
         Trainer(skip_grad_norm_factor=factor)
 
 

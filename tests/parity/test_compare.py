@@ -432,7 +432,7 @@ def test_two_strategies_of_one_class_have_a_row_each():
         ("steps=many", "steps=many is invalid; type for example steps=20"),
         ("json=perhaps", "json=perhaps is invalid; type for example json=true"),
         ("strategies=[single,,dp]", r"type strategies=\[single,dp,ddp\]"),
-        ("steps=0", "steps must be at least 1"),
+        ("steps=0", "steps must be a whole number, at least 1"),
         ("stepz=3", "stepz: unknown key. Did you mean 'steps'"),
         ("strategy=ddp", r"strategy=ddp: .* type strategies=\[single,ddp\]"),
         ("strategy.devices=3", "strategy.devices: .* type devices="),

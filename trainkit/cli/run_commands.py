@@ -51,7 +51,7 @@ from trainkit.signals import EXIT_CODES
 from trainkit.storage import is_url, local_path, working_folder
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
-from trainkit.trainer import Trainer
+from trainkit.trainer import Launch, Trainer
 
 logger = logging.getLogger(__name__)
 _EXAMPLE = "runs/digits/2026-01-31_12-00-00"
@@ -194,10 +194,13 @@ def _train(
     reference: ReferenceBatchSize | None = None,
 ) -> int:
     run = assemble(settings, run_dir=run_dir)
-    run.trainer.reference_batch_size = reference
-    run.trainer.prints_run_dir = True
-    # A function: the recipe is composed again only if a report asks for the differences.
-    run.trainer.config_diff = partial(recipe_diff, settings, arguments.config_dirs)
+    run.trainer.launch = Launch(
+        prints_run_dir=True,
+        reference_batch_size=reference,
+        resume_command=partial(resume_command, tree=settings.tree),
+        # A function: the recipe is composed again only if a report asks for the differences.
+        config_diff=partial(recipe_diff, settings, arguments.config_dirs),
+    )
     try:
         run.trainer.fit(run.task, run.data, resume=resume)
     except Stopped as stopped:
@@ -380,7 +383,6 @@ def assemble(settings: Settings, *, run_dir: Path | str | None, loggers: bool = 
         components.problems += _too_many_stages(task, tree["strategy"])
     if components.problems:
         raise ConfigError(with_origins(components.problems, settings.find_origins())) from components.cause
-    trainer.resume_command = partial(resume_command, tree=tree)
     gc.freeze()  # what exists now, mostly modules, is never searched for garbage
     gc.enable()  # `main` has disabled it
     return RunComponents(trainer, task, data)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import InitVar, dataclass, is_dataclass
 from enum import Enum
 from functools import cache, reduce
 from importlib import import_module
@@ -337,9 +337,10 @@ def signature_of(target: str) -> Signature:
     module = inspect.getmodule(component)
     # Annotations may be text. An inherited constructor is in another module, whose names it uses.
     namespace = {**(vars(module) if module else {}), **getattr(inspect.unwrap(constructor), "__globals__", {})}
+    inherited = _field_namespaces(component) if is_dataclass(component) else {}
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = {
-        name: _parameter(parameter, namespace, docs.get(name, ""))
+        name: _parameter(parameter, inherited.get(name, namespace), docs.get(name, ""))
         for name, parameter in signature.parameters.items()
         if parameter.kind in by_name
     }
@@ -435,6 +436,12 @@ def _parameter(parameter: inspect.Parameter, namespace: Mapping[str, Any], doc: 
     )
 
 
+def _field_namespaces(kind: Any) -> dict[str, Mapping[str, Any]]:
+    """Return the names in the module of each field of a dataclass, which may be that of a base."""
+    bases = [base for base in reversed(inspect.getmro(kind)) if is_dataclass(base)]
+    return {name: vars(sys.modules[base.__module__]) for base in bases for name in inspect.get_annotations(base)}
+
+
 def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
     """Return the type of an annotation; one that cannot be evaluated accepts anything."""
     if isinstance(annotation, str):
@@ -443,6 +450,7 @@ def _value_type(annotation: Any, namespace: Mapping[str, Any]) -> ValueType:
             return _value_type(eval(annotation, dict(namespace)), namespace)
         except Exception:  # a name that only a type checker imports
             return ANYTHING
+    annotation = annotation.type if isinstance(annotation, InitVar) else annotation
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ValueType(frozenset(), arguments)
@@ -481,6 +489,7 @@ def _classes(annotation: Any, namespace: Mapping[str, Any]) -> tuple[type, ...] 
             annotation = eval(annotation, dict(namespace))
         except Exception:  # a name that only a type checker imports
             return None
+    annotation = annotation.type if isinstance(annotation, InitVar) else annotation
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _classes(arguments[0], namespace)

@@ -38,6 +38,7 @@ from trainkit.report.run_report import REPORT, write_page
 from trainkit.report.sweep_report import SWEEP, sweep_report
 from trainkit.signals import EXIT_CODES
 from trainkit.storage import local_path
+from trainkit.trainer import Launch
 
 # Each job is composed, which takes time: a sweep of thousands would seem to hang.
 _MOST_CHECKED = 200
@@ -236,7 +237,11 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     except KeyboardInterrupt:  # from here on the trainer says it
         print("interrupted", file=sys.stderr)
         raise
-    run.trainer.config_diff = partial(recipe_diff, settings)
+    run.trainer.launch = Launch(
+        prints_run_dir=False,
+        resume_command=partial(resume_command, tree=settings.tree),
+        config_diff=partial(recipe_diff, settings),
+    )
     # SLURM may queue a job again, with the same folder.
     result = run.trainer.fit(run.task, run.data, resume="auto")
     outcome.exit_reason, outcome.seconds = result.exit_reason, result.seconds

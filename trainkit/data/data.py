@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Unit
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -28,6 +29,7 @@ from trainkit.data.dataset_shards import num_shards_of
 from trainkit.data.opened_shards import StatefulIterable, as_iterable, check_undivided
 from trainkit.data.readers import Collate, StartWorker, start_worker
 from trainkit.errors import UserError
+from trainkit.settings import check_arguments
 
 STAGES = ("train", "validation", "test", "predict")
 MAX_WORKERS_PER_CORE = 8  # above 1, as workers also wait for files; a bound against typing errors
@@ -119,12 +121,12 @@ class Data:
         validation: Any = None,
         test: Any = None,
         predict: Any = None,
-        batch_size: int | None = None,
-        evaluation_batch_size: int | None = None,
+        batch_size: Annotated[int, Ge(1), Unit("samples")] | None = None,
+        evaluation_batch_size: Annotated[int, Ge(1), Unit("samples")] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         collate_fn: Collate | None = None,
-        num_workers: int = 0,
+        num_workers: Annotated[int, Ge(0), "0 reads in the training process"] = 0,
         persistent_workers: bool = True,
         pin_memory: bool = True,
         lengths: Sequence[int] | None = None,
@@ -133,11 +135,7 @@ class Data:
         seed: int | None = None,
         seed_samples: bool = True,
     ) -> None:
-        for name, size in (("batch_size", batch_size), ("evaluation_batch_size", evaluation_batch_size)):
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise UserError(f"{name} must be a whole number of samples, at least 1, got {size!r}.")
-        if num_workers < 0:
-            raise UserError(f"num_workers must be 0 or more, got {num_workers}; 0 reads in the training process.")
+        check_arguments(Data.__init__, locals())
         if sample_weights is not None and balance_classes is not False:
             raise UserError(
                 "sample_weights and balance_classes both set how often a sample is drawn; give one of them."

@@ -11,13 +11,15 @@ from glob import glob
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
+from annotated_types import Ge, Unit
 from torch.utils.data import IterableDataset
 
 from trainkit.data.order import sample_seed
 from trainkit.errors import UserError
+from trainkit.settings import check_arguments
 from trainkit.storage import check_url, file_system, is_url, store_errors
 
 JSONL_ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -50,11 +52,10 @@ class Files(IterableDataset[dict[str, Any]]):
         paths: str | Path | Sequence[str | Path],
         *,
         columns: Sequence[str] | None = None,
-        shuffle_buffer: int = 0,
+        shuffle_buffer: Annotated[int, Ge(0), Unit("rows")] = 0,
         seed: int = 0,
     ) -> None:
-        if isinstance(shuffle_buffer, bool) or not isinstance(shuffle_buffer, int) or shuffle_buffer < 0:
-            raise UserError(f"shuffle_buffer must be a whole number of rows, 0 or more, got {shuffle_buffer!r}.")
+        check_arguments(Files.__init__, locals())
         pattern = isinstance(paths, (str, Path))
         files = _matching(paths) if isinstance(paths, (str, Path)) else [str(path) for path in paths]
         if not files:

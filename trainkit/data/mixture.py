@@ -5,15 +5,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainkit.data.order import GlobalOrder, Order, sample_seed
 from trainkit.data.readers import get_sample_of
 from trainkit.errors import UserError
+from trainkit.settings import check_arguments
 
 
 class CombinedDataset(Dataset[Any]):
@@ -79,12 +81,11 @@ class Mixture(CombinedDataset):
         datasets: Sequence[Any] | Mapping[str, Any],
         *,
         weights: Sequence[float] | Mapping[str, float] | None = None,
-        num_samples: int | None = None,
+        num_samples: Annotated[int, Ge(1)] | None = None,
     ) -> None:
         super().__init__(datasets)
+        check_arguments(Mixture.__init__, locals(), of="Mixture")
         self.num_samples = num_samples if num_samples is not None else super().__len__()
-        if isinstance(self.num_samples, bool) or self.num_samples < 1:
-            raise UserError(f"Mixture: num_samples must be at least 1, got {num_samples}.")
         self.counts = _apportion(self._weights(weights), self.num_samples)
 
     def order(self, *, seed: int, shuffle: bool) -> Order:

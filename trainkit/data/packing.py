@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Unit
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainkit.errors import UserError
+from trainkit.settings import check_arguments
 
 
 class Packed(Dataset[dict[str, Tensor]]):
@@ -32,9 +34,15 @@ class Packed(Dataset[dict[str, Tensor]]):
 
     """
 
-    def __init__(self, dataset: Any, length: int, *, lengths: Sequence[int] | None = None, padding: int = 0) -> None:
-        if length < 1:
-            raise UserError(f"Packed: length must be at least 1 token, got {length}.")
+    def __init__(
+        self,
+        dataset: Any,
+        length: Annotated[int, Ge(1), Unit("tokens")],
+        *,
+        lengths: Sequence[int] | None = None,
+        padding: int = 0,
+    ) -> None:
+        check_arguments(Packed.__init__, locals(), of="Packed")
         sizes = lengths if lengths is not None else [len(_columns(dataset[index])[0]) for index in range(len(dataset))]
         if len(sizes) != len(dataset):
             raise UserError(f"Packed: {len(sizes)} lengths are given for {len(dataset)} sequences.")

@@ -11,14 +11,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Lt
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainkit.errors import UserError, nearest
+from trainkit.settings import check_arguments
 from trainkit.storage import local_path
 from trainkit.task import OptimizerSpec, TaskModule
 
@@ -79,7 +81,7 @@ class HuggingFaceTask(TaskModule):
         learning_rate: float = 5e-5,
         weight_decay: float = 0.01,
         schedule: str = "linear",
-        warmup: float = 0.0,
+        warmup: Annotated[float, Ge(0), Lt(1), "it is a part of all steps"] = 0.0,
         lora: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -87,8 +89,7 @@ class HuggingFaceTask(TaskModule):
             raise UserError("give one of task.config={model_type: gpt2, ...} and task.pretrained=NAME_OR_FOLDER.")
         if schedule not in _SCHEDULES:
             raise UserError(f"task.schedule={schedule!r} is unknown.{nearest(schedule, _SCHEDULES)}")
-        if not 0 <= warmup < 1:
-            raise UserError(f"task.warmup is a part of all steps, from 0 to below 1, got {warmup}.")
+        check_arguments(HuggingFaceTask.__init__, locals(), of="task")
         adapters = _lora_settings(lora)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainkit.errors import UserError, nearest
 from trainkit.files import write_text
 from trainkit.logger import Histogram, HyperParameter, Logger, require_package, truncate
+from trainkit.settings import check_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,6 @@ ID_FILE = "wandb_run_id"
 """The file in the run's folder with the server's id of the run."""
 LONGEST_SETTING = 2_000
 """Characters of one hyperparameter."""
-_MODES = ("online", "offline", "disabled")
 
 
 class WandbLogger(Logger):
@@ -50,8 +49,7 @@ class WandbLogger(Logger):
         mode: Literal["online", "offline", "disabled"] = "online",
     ) -> None:
         require_package("wandb", extra="wandb", where="the logger wandb")
-        if mode not in _MODES:
-            raise UserError(f"wandb.mode={mode!r} is unknown.{nearest(mode, _MODES)} Choose {', '.join(_MODES)}.")
+        check_arguments(WandbLogger.__init__, locals(), of="wandb")
         self._settings = dict[str, Any](project=project, entity=entity, group=group, tags=tags, mode=mode)
         self._name = name
         self._run: Any = None

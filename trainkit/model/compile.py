@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.errors import UserError, check_types, nearest
+from trainkit.errors import UserError, nearest
 from trainkit.files import write_optional
 from trainkit.model.transforms import modules_named
+from trainkit.settings import check_arguments
 
 REPORT = "compile.txt"
 """Name of the report in the run folder."""
@@ -37,7 +38,7 @@ class Compilation:
     """Name patterns or classes of modules, each compiled by itself; empty: the task's forward as one piece."""
 
     def __post_init__(self) -> None:
-        check_types(Compilation.__init__, vars(self), of="compile")
+        check_arguments(Compilation.__init__, vars(self), of="compile")
         if not isinstance(self.blocks, Collection) or isinstance(self.blocks, str):
             raise UserError(
                 f"compile.blocks={self.blocks!r} is not a list of patterns; write blocks=[{self.blocks!r}]."

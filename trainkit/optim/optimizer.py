@@ -48,10 +48,6 @@ class GradientClipping:
     value: float | None = None
 
     def __post_init__(self) -> None:
-        for name, limit in (("norm", self.norm), ("value", self.value)):
-            is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-            if limit is not None and not (is_number and limit > 0):
-                raise UserError(f"max_grad_{name} must be positive, got {limit!r}; None disables it.")
         if self.norm is not None and self.value is not None:
             raise UserError("max_grad_norm and max_grad_value exclude each other; set one of them.")
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Unit
 
 from trainkit.errors import UserError, nearest
+from trainkit.settings import check_arguments
 from trainkit.task import OptimizerSpec, TaskModule
+
+GradientLimit = Annotated[float, Gt(0), "None disables it"]
+"""The largest norm or value of a gradient."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +41,14 @@ class Phase:
     name: str
     optimizer: OptimizerSpec
     step: str | None = None
-    every: int = 1
-    max_grad_norm: float | None = None
-    max_grad_value: float | None = None
+    every: Annotated[int, Ge(1), Unit("steps")] = 1
+    max_grad_norm: GradientLimit | None = None
+    max_grad_value: GradientLimit | None = None
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise UserError(f"Phase({self.name!r}): a name has letters, digits and underscores, such as 'generator'.")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise UserError(f"Phase({self.name!r}, every={self.every!r}): give a whole number of steps, at least 1.")
+        check_arguments(Phase, vars(self), of=f"Phase({self.name!r})")
 
     @property
     def step_name(self) -> str:

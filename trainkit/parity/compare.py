@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 # Private: the common classes of batch norms and of dropouts in all dimensions have no public names.
@@ -34,6 +35,7 @@ from trainkit.parity.trials import (
     strategy_name,
 )
 from trainkit.rng import preserve_rng
+from trainkit.settings import check_arguments
 from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.tree import tree_leaves, tree_map
@@ -123,7 +125,7 @@ def compare_strategies(
     make_data: Any,
     strategies: Sequence[StrategyChoice] = DEFAULT_STRATEGIES,
     *,
-    steps: int = 20,
+    steps: Annotated[int, Ge(1)] = 20,
     devices: int = 2,
     device: str = "cpu",
     tolerance: float | None = None,
@@ -137,8 +139,7 @@ def compare_strategies(
     a precision all compute in fp64, or in fp32 if `single` fails in fp64; if the task computes its losses in fp32, the
     tolerance is that of fp32. A note reports both. Raises UserError for a task or data that no strategy can train.
     """
-    if isinstance(steps, bool) or steps < 1:
-        raise UserError(f"steps must be at least 1, got {steps}.")
+    check_arguments(compare_strategies, locals())
     # Made before anything is trained, so that an unknown name or a wrong setting costs no run.
     others = [item for item in strategies if item != REFERENCE]
     chosen = [(name, make_strategy(item, devices, device)) for name, item in zip(_names(others), others, strict=True)]

@@ -6,15 +6,16 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.settings import check_choice
 from trainkit.task import TaskModule
 from trainkit.tree import tensors_in, to_device
 
@@ -45,7 +46,6 @@ from .verification import FirstStepCheck
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Name = TypeVar("Name", bound=str)
 
 BALANCES = {"speed": 0.0, "memory": 1.0}
 TRACE_MODES = ("auto", "eager", "fake")
@@ -70,9 +70,10 @@ class StagedModel:
     ) -> None:
         self.schedule = schedule
         self.split_points = split_points
-        self.shared_parameters = check_name("shared_parameters", shared_parameters, get_args(SharedParameters))
+        self.shared_parameters = shared_parameters
         self.balance = _memory_share(balance)
-        self.trace_mode = check_name("trace", trace, TRACE_MODES)
+        check_choice("trace", trace, TRACE_MODES)
+        self.trace_mode = trace
         self.dtype = torch.float32
         """Of products of matrices in the precision of the run."""
         self.clear()
@@ -314,13 +315,6 @@ def cost_source(trace_mode: str, task: nn.Module) -> Costs:
     if has_meta(task):
         raise UserError("strategy.trace=eager needs a task with real parameters, not on the meta device.")
     return "measured"
-
-
-def check_name(key: str, value: Name, names: Sequence[str]) -> Name:
-    """Return `value`; raises UserError if it is not one of `names`."""
-    if value not in names:
-        raise UserError(f"unknown {key} {value!r}.{nearest(str(value), names)} Choose one of {', '.join(names)}.")
-    return value
 
 
 def _memory_share(balance: str | float) -> float:

@@ -421,7 +421,7 @@ def test_a_task_that_is_frozen_whole_is_rejected_with_advice(tmp_path):
         ({"devices": 0}, "at least 1"),
         ({"find_unused_parameters": "atuo"}, "Did you mean 'auto'"),
         ({"transport": "nccl"}, "transport='nccl' is unknown"),
-        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose null, bf16 or fp16"),
+        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose bf16, fp16 or None"),
         ({"bucket_cap_mb": 0}, "above 0 MiB"),
         ({"timeout_seconds": 0}, "above 0 seconds"),
     ],

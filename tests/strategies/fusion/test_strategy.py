@@ -683,9 +683,9 @@ def test_all_servers_skip_a_step_if_a_gradient_overflows_on_one(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose null, bf16 or fp16"),
+        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose bf16, fp16 or None"),
         ({"transport": "exchang"}, "Did you mean 'exchange'"),
-        ({"buffer_mb": 0}, "buffer_mb must be above 0"),
+        ({"buffer_mb": 0}, "buffer_mb must be a number of MiB above 0"),
         ({"max_in_flight": 0}, "max_in_flight must be a whole number"),
         ({"servers": "hots"}, "Did you mean 'host'"),
         ({"communication_thread": "yes"}, "communication_thread must be auto, true or false"),

@@ -458,7 +458,7 @@ def test_a_task_compiled_as_one_piece_is_an_error_with_the_remedy():
     [
         ({"schedule": "interleave"}, "Did you mean 'interleaved'"),
         ({"stages": 0}, "stages must be a whole number"),
-        ({"max_in_flight": 0}, "max_in_flight must be a whole number, at least 1, or null, got 0"),
+        ({"max_in_flight": 0}, "max_in_flight must be a whole number, at least 1, got 0"),
         ({"schedule": "interleaved_1f1b", "max_in_flight": 4}, r"max_in_flight=4 is too few .*max_in_flight=5, or"),
         ({"replicas": True}, "replicas must be"),
         ({"balance": "fast"}, "balance must be speed, memory"),

@@ -1,0 +1,162 @@
+"""Settings: the check of a constructor's arguments against its annotations, which the command line reads for types too.
+
+    every: Annotated[int, Ge(1), Unit("steps")]                  a whole number of steps, at least 1
+    decay: Annotated[float, Gt(0), Lt(1), "0.9 is usual"]        a number, above 0 and below 1; 0.9 is usual
+    mode: Literal["min", "max"]                                  min or max
+
+Bounds and units are those of the package annotated-types; a text ends the message of a wrong number.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, is_dataclass
+from functools import cache
+from inspect import get_annotations, getmro, signature
+from numbers import Integral, Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, Unit
+
+from trainkit.errors import UserError, nearest
+
+_TYPES: Mapping[Any, tuple[str, ...]] = {
+    bool: ("True", "False"),
+    str: ("text",),
+    Path: ("a Path",),
+    NoneType: ("None",),
+}
+_NUMBERS: Mapping[Any, str] = {int: "a whole number", float: "a number"}
+_ACCEPTED: Mapping[Any, type] = {int: Integral, float: Real}  # numpy's too
+_BOUNDS: Mapping[type, tuple[str, str]] = {
+    Ge: ("ge", "at least"),
+    Gt: ("gt", "above"),
+    Le: ("le", "at most"),
+    Lt: ("lt", "below"),
+}
+"""Each kind of bound, with the name of its field, which is also that of the operator, and its words."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The numbers that an annotation allows: those of `kind`, `int` or `float`, within the bounds in `metadata`."""
+
+    kind: type
+    metadata: tuple[Any, ...]
+
+    def error(self, value: Any) -> str | None:
+        """Return what a number must be, for a message; `None` if it is within the bounds, which NaN never is."""
+        is_within = all(getattr(operator, field)(value, bound) for field, _, bound in self._bounds())
+        return None if is_within else f"must be {self}, got {value!r}{self.note}."
+
+    @property
+    def note(self) -> str:
+        """The end of a message, from the texts in the annotation."""
+        return "".join(f"; {entry}" for entry in self.metadata if isinstance(entry, str))
+
+    def __str__(self) -> str:
+        unit = next((f" of {entry.unit}" for entry in self.metadata if isinstance(entry, Unit)), "")
+        # The largest seed is easier to read as a power.
+        bounds = [f"{words} {'2**63 - 1' if bound == 2**63 - 1 else bound}" for _, words, bound in self._bounds()]
+        comma = "," if bounds and bounds[0].startswith("at ") else ""
+        return " ".join([f"{_NUMBERS[self.kind]}{unit}{comma}", " and ".join(bounds)]).rstrip()
+
+    def _bounds(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the field, the words and the value of each bound."""
+        for entry in self.metadata:
+            for bound in entry if isinstance(entry, GroupedMetadata) else (entry,):  # such as an Interval
+                if type(bound) in _BOUNDS:
+                    field, words = _BOUNDS[type(bound)]
+                    yield field, words, getattr(bound, field)
+
+
+def check_arguments(owner: Any, arguments: Mapping[str, Any], *, of: str = "") -> None:
+    """Raise UserError for an argument that is not of the type, or not within the bounds, that it is annotated with.
+
+    Args:
+        owner: A dataclass, or an `__init__` with annotations.
+        arguments: Its arguments by name; others are ignored.
+        of: The name before that of an argument in messages.
+
+    """
+    for name, setting in _settings_of(owner).items():
+        message = setting.error(arguments[name]) if name in arguments else None
+        if message is not None:
+            raise UserError(f"{of}{'.' if of else ''}{name}{message}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise UserError if the setting `name` is not one of the choices."""
+    if value not in choices:
+        near = nearest(str(value), map(str, choices))
+        raise UserError(f"{name}={value!r} is unknown.{near} Choose {_listed(list(map(str, choices)))}.")
+
+
+@dataclass(frozen=True)
+class _Setting:
+    classes: tuple[type, ...]
+    limits: Limits | None
+    choices: tuple[Any, ...]
+    names: tuple[str, ...]
+    """The classes in words, without those of numbers."""
+
+    def error(self, value: Any) -> str | None:
+        # By type too: True and 1 are equal in Python, and are different choices.
+        if any(value is choice or (type(value) is type(choice) and value == choice) for choice in self.choices):
+            return None
+        accepted = tuple(_ACCEPTED.get(kind, kind) for kind in self.classes)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.classes):
+            words = [*map(str, self.choices), *self.names, *([str(self.limits)] if self.limits else [])]
+            if self.choices and self.classes in ((), (NoneType,)):
+                near = nearest(str(value), [str(choice) for choice in self.choices])
+                return f"={value!r} is unknown.{near} Choose {_listed(words)}."
+            return f" must be {_listed(words)}, got {value!r}{self.limits.note if self.limits else ''}."
+        is_number = self.limits is not None and not isinstance(value, (bool, str, Path, NoneType))
+        message = self.limits.error(value) if is_number and self.limits is not None else None
+        return None if message is None else f" {message}"
+
+
+@cache
+def _settings_of(owner: Any) -> dict[str, _Setting]:
+    """Return what is accepted, for each argument whose type can be checked."""
+    annotations = _annotations(owner)
+    settings = {name: _setting(annotations[name]) for name in signature(owner).parameters if name in annotations}
+    return {name: setting for name, setting in settings.items() if setting is not None}
+
+
+def _annotations(owner: Any) -> dict[str, Any]:
+    """Return the annotations of a function, or of a dataclass with those that it inherits from dataclasses."""
+    if not is_dataclass(owner):
+        return get_annotations(owner, eval_str=True)
+    bases = [base for base in reversed(getmro(cast(type, owner))) if "__dataclass_params__" in vars(base)]
+    return {name: hint for base in bases for name, hint in get_annotations(base, eval_str=True).items()}
+
+
+def _setting(annotation: Any) -> _Setting | None:
+    """Return what an annotation accepts; `None` if a part of it cannot be checked."""
+    annotation = annotation.type if isinstance(annotation, InitVar) else annotation
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    classes: list[type] = []
+    choices: list[Any] = []
+    names: list[str] = []
+    limits = None
+    for part in parts:
+        if get_origin(part) is Literal:
+            choices += get_args(part)
+            continue
+        kind, *metadata = get_args(part) if get_origin(part) is Annotated else (part,)
+        kind = NoneType if kind is None else kind
+        if kind in _NUMBERS:
+            limits = Limits(kind, tuple(metadata))
+        elif kind not in _TYPES:
+            return None
+        classes.append(kind)
+        names += _TYPES.get(kind, ())
+    return _Setting(tuple(classes), limits, tuple(choices), tuple(names))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
