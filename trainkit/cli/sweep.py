@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, settings_of
+from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, resume_command, settings_of
 from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
 from trainkit.cli.overrides import Overrides
 from trainkit.cli.run_commands import assemble, new_run_dir, recipe_diff, resume_hint
