@@ -191,7 +191,7 @@ def trial(run: Run) -> Iterator[None]:
     Raises UserError if the strategy shards the optimizer or steps it in backward: then it cannot be restored.
     """
     for setting in PARTIAL_GRADIENTS:
-        if getattr(run.strategy, setting, False):
+        if getattr(run.strategy, setting, False) is True:
             raise UserError(
                 f"learning_rate_finder restores the optimizer, which strategy.{setting}=true does not allow; set it to "
                 "false for the search (weights are the same under every strategy)."

@@ -551,7 +551,7 @@ def metric_modules(strategy: Strategy, task: TaskModule) -> list[nn.Module]:
 
 def has_full_gradients(strategy: Strategy) -> bool:
     """Return False if the optimizer is sharded or steps during backward: hooks see no complete gradients then."""
-    return not any(getattr(strategy, setting, False) for setting in PARTIAL_GRADIENTS)
+    return not any(getattr(strategy, setting, False) is True for setting in PARTIAL_GRADIENTS)  # it may be "auto"
 
 
 def check_whole_parameters(strategy: Strategy, what: str) -> None:

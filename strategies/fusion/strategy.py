@@ -98,6 +98,8 @@ class FusionStrategy(MultiProcessStrategy):
                 "micro_batch_size=auto does not work with shard_optimizer=true, where no rank has all gradients; give "
                 "strategy.micro_batch_size as a number."
             )
+        if not self.shard_optimizer:  # callbacks ask whether gradients are complete
+            self.optimizer_in_backward = False
         self.fusion_settings = FusionSettings(
             _LARGEST_MESSAGE if self.shard_optimizer else _LARGEST_SHARD,
             self.max_in_flight,

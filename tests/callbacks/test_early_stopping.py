@@ -111,9 +111,9 @@ def test_a_run_without_validation_data_is_rejected_at_the_start(fit: Fit, script
     ("settings", "message"),
     [
         ({"mode": "maxx"}, "Did you mean 'max'"),
-        ({"patience": 0}, "at least 1 evaluation"),
-        ({"min_delta": -0.1}, "must not be negative"),
-        ({"min_delta": float("nan")}, "must not be negative"),
+        ({"patience": 0}, "a whole number of evaluations, at least 1"),
+        ({"min_delta": -0.1}, "a number, at least 0"),
+        ({"min_delta": float("nan")}, "a number, at least 0"),
     ],
 )
 def test_a_wrong_setting_is_rejected(settings: dict[str, Any], message: str) -> None:

@@ -688,8 +688,8 @@ def test_all_servers_skip_a_step_if_a_gradient_overflows_on_one(tmp_path):
         ({"buffer_mb": 0}, "buffer_mb must be a number of MiB above 0"),
         ({"max_in_flight": 0}, "max_in_flight must be a whole number"),
         ({"servers": "hots"}, "Did you mean 'host'"),
-        ({"communication_thread": "yes"}, "communication_thread must be auto, true or false"),
-        ({"optimizer_in_backward": "yes"}, "optimizer_in_backward must be auto, true or false"),
+        ({"communication_thread": "yes"}, "communication_thread must be auto, True or False"),
+        ({"optimizer_in_backward": "yes"}, "optimizer_in_backward must be auto, True or False"),
     ],
 )
 def test_settings_are_checked_at_once(settings, message):
