@@ -30,7 +30,7 @@ torture: $(READY) ## 200 kills of a training process and of one that only saves,
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)
 
 zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: an hour
-	TRAINKIT_ZOO=all $(PYTEST) --dist load tests/strategies tests/model tests/parity --durations=6 $(ARGS)
+	TRAINKIT_ZOO=all $(PYTEST) --dist load --maxschedchunk 4 tests/strategies tests/model tests/parity --durations=6 $(ARGS)
 
 mutants: $(READY) ## break FILE in many places, and list what its TESTS do not notice; more places: ARGS='--count 100'
 	$(INSTALL) -e '.[mutants]'

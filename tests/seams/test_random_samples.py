@@ -188,6 +188,22 @@ def test_one_setting_leaves_the_generators_of_the_process_to_the_dataset():
     assert difference(weights, trained_on(steps)) < BOUND
 
 
+def test_each_epoch_and_the_collate_function_have_draws_of_their_own():
+    def collate(items):
+        return torch.stack([item[0] for item in items]), torch.rand(4)
+
+    class Drawing(Dataset):
+        def __getitem__(self, index):
+            return torch.rand(4), index
+
+    read = make_reader(Drawing(), collate)
+    read(torch.arange(2), 0)  # finds that they draw
+    (first, of_first), (second, of_second), (again, of_again) = (read(torch.arange(2), epoch) for epoch in (0, 1, 0))
+    assert torch.equal(first, again) and torch.equal(of_first, of_again)
+    draws = [*first, *second, of_first, of_second]
+    assert len({tuple(draw.tolist()) for draw in draws}) == len(draws)
+
+
 def test_reading_leaves_the_generators_of_the_process_alone():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     batch = make_reader(Augmented(), default_collate)(torch.arange(4), 0)
