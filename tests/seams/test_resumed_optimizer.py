@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
+    ExponentialLR,
     LambdaLR,
     LinearLR,
     OneCycleLR,
@@ -21,6 +22,7 @@ from tests.seams.training import BATCH_SIZE, BOUND, MAKE_STRATEGY, STEPS, Layers
 from trainkit import Data, LRSchedule, Phase, Trainer
 from trainkit.custom_loop import session
 from trainkit.errors import UserError
+from trainkit.optim.optimizer_settings import OptimizerSettings
 
 HALF = STEPS // 2
 
@@ -261,3 +263,25 @@ def test_a_schedule_that_does_not_say_how_far_it_is_is_refused():
     fit(Scheduled(schedule="silent"), HALF)
     with pytest.raises(UserError, match=r"OfOneStep saves no last_epoch.*resume_optimizer=saved"):
         fit(Scheduled(schedule="silent", lr=0.02), STEPS, resume="run")
+
+
+def test_a_rollback_of_a_resumed_run_counts_from_the_configured_rate():
+    def made(rate):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+        schedule = LRSchedule(ExponentialLR(optimizer, 0.5))  # which computes a rate from the one in the group
+        return optimizer, schedule.scheduler, OptimizerSettings(optimizer, [schedule])
+
+    def train(optimizer, scheduler, steps):
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+
+    optimizer, scheduler, settings = made(0.1)
+    train(optimizer, scheduler, 3)
+    record, state, schedules = settings.record(), optimizer.state_dict(), [scheduler.state_dict()]
+    optimizer, scheduler, settings = made(0.2)
+    for _ in ("resume", "rollback"):
+        differing = settings.differences(record, schedules)
+        optimizer.load_state_dict(settings.advanced(state, schedules, saved=record, differing=differing))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2 * 0.5**3)
+        train(optimizer, scheduler, 2)
