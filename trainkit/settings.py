@@ -16,7 +16,7 @@ from functools import cache
 from inspect import get_annotations, getmro, signature
 from numbers import Integral, Real
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, Unit
@@ -73,16 +73,19 @@ class Limits:
                     yield field, words, getattr(bound, field)
 
 
-def check_arguments(owner: Any, arguments: Mapping[str, Any], *, of: str = "") -> None:
+def check_arguments(
+    owner: Any, arguments: Mapping[str, Any], *, of: str = "", classes: Mapping[type, str] = MappingProxyType({})
+) -> None:
     """Raise UserError for an argument that is not of the type, or not within the bounds, that it is annotated with.
 
     Args:
         owner: A dataclass, or an `__init__` with annotations.
         arguments: Its arguments by name; others are ignored.
         of: The name before that of an argument in messages.
+        classes: Further classes that are checked, with their description; arguments of any other class are not.
 
     """
-    for name, setting in _settings_of(owner).items():
+    for name, setting in _settings_of(owner, tuple(classes.items())).items():
         message = setting.error(arguments[name]) if name in arguments else None
         if message is not None:
             raise UserError(f"{of}{'.' if of else ''}{name}{message}")
@@ -120,10 +123,11 @@ class _Setting:
 
 
 @cache
-def _settings_of(owner: Any) -> dict[str, _Setting]:
+def _settings_of(owner: Any, classes: Sequence[tuple[type, str]]) -> dict[str, _Setting]:
     """Return what is accepted, for each argument whose type can be checked."""
     annotations = _annotations(owner)
-    settings = {name: _setting(annotations[name]) for name in signature(owner).parameters if name in annotations}
+    words = {**_TYPES, **{kind: (word,) for kind, word in classes}}
+    settings = {name: _setting(annotations[name], words) for name in signature(owner).parameters if name in annotations}
     return {name: setting for name, setting in settings.items() if setting is not None}
 
 
@@ -135,7 +139,7 @@ def _annotations(owner: Any) -> dict[str, Any]:
     return {name: hint for base in bases for name, hint in get_annotations(base, eval_str=True).items()}
 
 
-def _setting(annotation: Any) -> _Setting | None:
+def _setting(annotation: Any, words: Mapping[Any, Sequence[str]]) -> _Setting | None:
     """Return what an annotation accepts; `None` if a part of it cannot be checked."""
     annotation = annotation.type if isinstance(annotation, InitVar) else annotation
     parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -151,10 +155,10 @@ def _setting(annotation: Any) -> _Setting | None:
         kind = NoneType if kind is None else kind
         if kind in _NUMBERS:
             limits = Limits(kind, tuple(metadata))
-        elif kind not in _TYPES:
+        elif kind not in words:
             return None
         classes.append(kind)
-        names += _TYPES.get(kind, ())
+        names += words.get(kind, ())
     return _Setting(tuple(classes), limits, tuple(choices), tuple(names))
 
 

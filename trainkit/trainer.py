@@ -183,9 +183,7 @@ class Trainer:
         config: str = "",
     ) -> None:
         chosen_precision = Precision(precision, tf32=tf32)  # first: its error lists the names
-        check_arguments(Trainer.__init__, locals())
-        if not isinstance(strategy, (str, Strategy)):
-            raise UserError(f"strategy must be text or a trainkit.Strategy, got {strategy!r}.")
+        check_arguments(Trainer.__init__, locals(), classes={Strategy: "a trainkit.Strategy"})
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
         # `None` passes, as its text is not empty.
         if not str(run_dir).strip():

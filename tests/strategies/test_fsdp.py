@@ -881,10 +881,10 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
     ("arguments", "message"),
     [
         ({"min_unit_mb": -1}, "min_unit_mb must be a number of MiB, at least 0"),
-        ({"reshard_after_forward": "yes"}, "must be true, false or a number of ranks"),
+        ({"reshard_after_forward": "yes"}, "must be True, False or a whole number of ranks"),
         ({"offload": "gpu"}, "offload='gpu' is unknown.* Choose cpu or None"),
         ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
-        ({"prefetch": 0}, "prefetch must be null or a whole number of units, at least 1, got 0"),
+        ({"prefetch": 0}, "prefetch must be a whole number of units, at least 1, got 0"),
         ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
         ({"devices": 0}, "at least 1"),
     ],

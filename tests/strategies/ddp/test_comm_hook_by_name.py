@@ -20,7 +20,7 @@ UPSTREAM = "torch.distributed.algorithms.ddp_comm_hooks"
 
 def chosen(**settings: Any) -> Any:
     strategy = DDPStrategy(device="cpu", **settings)
-    return None if strategy.comm_hook is None else strategy.comm_hook.state(None)
+    return None if strategy._hook is None else strategy._hook.state(None)
 
 
 def test_options_reach_the_state_of_our_hook():

@@ -422,8 +422,9 @@ def test_a_task_that_is_frozen_whole_is_rejected_with_advice(tmp_path):
         ({"find_unused_parameters": "atuo"}, "Did you mean 'auto'"),
         ({"transport": "nccl"}, "transport='nccl' is unknown"),
         ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose bf16, fp16 or None"),
-        ({"bucket_cap_mb": 0}, "above 0 MiB"),
-        ({"timeout_seconds": 0}, "above 0 seconds"),
+        ({"bucket_cap_mb": 0}, "a number of MiB above 0"),
+        ({"timeout_seconds": 0}, "a number of seconds above 0"),
+        ({"broadcast_buffers": "no"}, "broadcast_buffers must be True or False, got 'no'"),
     ],
 )
 def test_wrong_settings_are_rejected(arguments, message):

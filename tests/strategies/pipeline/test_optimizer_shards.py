@@ -218,7 +218,7 @@ class Both(torch.optim.SGD):
 def test_what_cannot_be_divided_is_refused_with_what_to_type():
     with pytest.raises(UserError, match=r"there is one\. Type strategy\.replicas=2, or strategy\.shard_optimizer=fal"):
         PipelineStrategy(stages=2, shard_optimizer=True)
-    with pytest.raises(UserError, match="shard_optimizer must be true or false, got 'yes'"):
+    with pytest.raises(UserError, match="shard_optimizer must be True or False, got 'yes'"):
         PipelineStrategy(stages=2, replicas=2, shard_optimizer="yes")
     run_ranks(_refused, 2)
 
