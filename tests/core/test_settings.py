@@ -45,6 +45,11 @@ class Derived(Base):
     rate: Annotated[float, Gt(0)] = 1.0
 
 
+@dataclass(kw_only=True)
+class Stricter(Derived):
+    count: Annotated[int, Ge(5)] = 5
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -92,6 +97,8 @@ def test_a_dataclass_checks_its_own_fields_and_those_of_its_bases():
     for wrong in ({"count": 0}, {"rate": 0}, {"name": 3}):
         with pytest.raises(UserError, match=next(iter(wrong))):
             Derived(**wrong)
+    with pytest.raises(UserError, match="count must be a whole number, at least 5, got 2"):
+        Stricter(count=2)
 
 
 def test_a_choice_that_is_unknown_is_refused_with_the_nearest():
