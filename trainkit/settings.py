@@ -9,7 +9,9 @@ Bounds and units are those of the package annotated-types; a text ends the messa
 
 from __future__ import annotations
 
+import builtins
 import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, is_dataclass
 from functools import cache
@@ -134,9 +136,18 @@ def _settings_of(owner: Any, classes: Sequence[tuple[type, str]]) -> dict[str, _
 def _annotations(owner: Any) -> dict[str, Any]:
     """Return the annotations of a function, or of a dataclass with those that it inherits from dataclasses."""
     if not is_dataclass(owner):
-        return get_annotations(owner, eval_str=True)
+        return {name: _evaluated(hint, owner.__globals__) for name, hint in get_annotations(owner).items()}
     bases = [base for base in reversed(getmro(cast(type, owner))) if "__dataclass_params__" in vars(base)]
-    return {name: hint for base in bases for name, hint in get_annotations(base, eval_str=True).items()}
+    names = {base: vars(sys.modules.get(base.__module__, builtins)) for base in bases}
+    return {name: _evaluated(hint, names[base]) for base in bases for name, hint in get_annotations(base).items()}
+
+
+def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """Return an annotation that may be text; `Any` for one with a name that only type checkers import."""
+    try:
+        return eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
+    except Exception:
+        return Any
 
 
 def _setting(annotation: Any, words: Mapping[Any, Sequence[str]]) -> _Setting | None:

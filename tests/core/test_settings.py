@@ -101,6 +101,14 @@ def test_a_dataclass_checks_its_own_fields_and_those_of_its_bases():
         Stricter(count=2)
 
 
+def test_an_annotation_with_a_name_for_type_checkers_only_accepts_anything():
+    def make(count: "Annotated[int, Ge(1)]", other: "OnlyForTypeCheckers"): ...  # noqa: F821
+
+    check_arguments(make, {"count": 1, "other": object()})
+    with pytest.raises(UserError, match="count must be a whole number, at least 1, got 0"):
+        check_arguments(make, {"count": 0, "other": object()})
+
+
 def test_a_choice_that_is_unknown_is_refused_with_the_nearest():
     check_choice("launcher", "ray", ("local", "ray"))
     with pytest.raises(UserError, match=r"launcher='lokal' is unknown\. Did you mean 'local'\? Choose local or ray\."):

@@ -133,16 +133,17 @@ _SLOW = {"custom_loop.md", "data.md", "integrations.md"}
 )
 def test_python_of_a_page_runs(page: Path, folder: Path) -> None:
     write_files(page, folder)
-    code = [block for block in blocks_of(page) if block.language == "python" and block.title is None]
-    if any('__name__ == "__main__"' in block.code for block in code):
-        (folder / "page.py").write_text("\n".join(block.code for block in code), encoding="utf-8")
+    blocks = [block for block in blocks_of(page) if block.language == "python" and block.title is None]
+    if any('__name__ == "__main__"' in block.code for block in blocks):
+        (folder / "page.py").write_text("\n".join(block.code for block in blocks), encoding="utf-8")
         with Program(runpy.run_path, str(folder / "page.py"), None, "__main__") as program:
             assert program.wait(300) == 0
         return
     namespace: dict[str, object] = {"__name__": "page"}
-    for block in code:
+    for block in blocks:
         # Lines are counted as in the page, so that a traceback shows the line of the page.
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+        code = "\n" * (block.line - 1) + block.code
+        exec(compile(code, str(page), "exec", dont_inherit=True), namespace)  # without this file's `annotations`
     if page.name == "README.md":
         result: Any = namespace["result"]
         assert result.metrics["validation/accuracy"] > 0.95
@@ -179,7 +180,8 @@ def test_parts_of_a_package_are_found_by_the_entry_points_that_are_shown(
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1\n")
     (installed / "entry_points.txt").write_text("\n".join(lines))
     page: dict[str, object] = {}
-    exec("\n".join(block.code for block in blocks if block.language == "python"), page)
+    code = "\n".join(block.code for block in blocks if block.language == "python")
+    exec(compile(code, "extending.md", "exec", dont_inherit=True), page)
     for path in (path for points in groups.values() for path in points.values()):
         module, _, name = path.partition(":")
         found = ModuleType(module)
