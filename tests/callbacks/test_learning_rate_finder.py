@@ -22,13 +22,9 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
+from tests.tasks import Recorder, Regression, adamw, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Phase, Strategy, Trainer, UserError
 from trainkit.testing import run_ranks
-
-
-def adamw(task: nn.Module) -> Any:
-    return torch.optim.AdamW(task.parameters(), lr=0.01)
 
 
 class Model(Regression):

@@ -12,7 +12,16 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import MemoryLogger, Recorder, Regression, SaveAtEnd, StopAt, regression_data
+from tests.tasks import (
+    EachStep,
+    MemoryLogger,
+    Recorder,
+    Regression,
+    SaveAtEnd,
+    StopAt,
+    assert_same_bits,
+    regression_data,
+)
 from trainkit import Callback, Data, UserError
 
 
@@ -73,15 +82,9 @@ def test_an_evaluation_alone_calls_its_hooks(make_trainer, stage):
 
 
 def test_callbacks_are_called_in_the_order_in_which_they_were_given(make_trainer):
-    class Named(Callback):
-        def __init__(self, name):
-            self.name = name
-
-        def on_step_end(self, run):
-            called.append(self.name)
-
     called = []
-    make_trainer(callbacks=[Named("b"), Named("a")], max_duration="2step").fit(Regression(), data())
+    callbacks = [EachStep(lambda run, name=name: called.append(name)) for name in "ba"]
+    make_trainer(callbacks=callbacks, max_duration="2step").fit(Regression(), data())
     assert called == ["b", "a", "b", "a"]
 
 
@@ -239,19 +242,13 @@ def test_an_error_while_closing_is_raised_after_all_else_is_closed(make_trainer)
 
 
 def test_after_an_error_the_task_can_be_trained_again_with_the_same_result(make_trainer):
-    class BrokenMidStep(Broken):
-        """Raises between the micro-batches of the first step."""
-
-    from trainkit.strategies.single import SingleStrategy
-
     strategy = SingleStrategy(device="cpu", accumulate=2)
-    task, expected = BrokenMidStep(2), Regression()
+    task, expected = Broken(2), Regression()  # between the micro-batches of the first step
     with pytest.raises(KeyError):
         make_trainer(strategy).fit(task, data())
     for each in (task, expected):
         make_trainer(strategy).fit(each, data())
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(task.state_dict()[name], tensor), name
+    assert_same_bits(task, expected)
 
 
 def test_an_error_while_the_run_is_prepared_calls_on_exception(make_trainer):
