@@ -156,9 +156,10 @@ class Seen(Regression):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.trained, self.validated, self.predicted = list[Any](), list[Any](), list[Any]()
+        self.keep = self.trained.append  # a step must not use a list that it changes
 
     def training_step(self, batch: Any) -> Any:
-        self.trained.append(batch)
+        self.keep(batch)
         return super().training_step(batch)
 
     def validation_step(self, batch: Any) -> Any:
