@@ -14,7 +14,8 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.communication_thread import CommunicationThread
 
 from tests.equality import StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, pretend_hosts, train, trained
+from tests.strategies.fusion.test_failure import FailingOnOne
+from tests.strategies.fusion.training import Partly, Wide, pretend_hosts, train, trained
 from tests.tasks import EachStep, Fitting, fit
 from trainkit import Data, UserError
 from trainkit.distributed.collectives import gather
@@ -181,14 +182,23 @@ def test_one_server_per_host_needs_shared_memory(tmp_path):
         assert "servers=host" in message and "strategy.servers=rank" in message
 
 
-def failing(thread, run_dir):
-    strategy = TwoRanksPerHost(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=600.0)
-    train(strategy, FailingOnLastRank(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
+def failing(kind, settings, run_dir):
+    pretend_hosts(2)
+    strategy, task = kind(device="cpu", timeout_seconds=600.0, **settings), FailingOnOne()
+    task.rank = 3
+    train(strategy, task, Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_failure_on_one_host_ends_the_ranks_of_all(thread, tmp_path):
-    outcomes = rank_outcomes(failing, 4, thread, tmp_path, patience=60)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (DDPStrategy, {}),
+        (FusionStrategy, {"communication_thread": False, "shard_optimizer": True}),
+        (FusionStrategy, {"communication_thread": True, "shard_optimizer": True}),
+    ],
+)
+def test_a_failure_on_one_host_ends_the_ranks_of_all(kind, settings, tmp_path):
+    outcomes = rank_outcomes(failing, 4, kind, settings, tmp_path, patience=60)
     assert "ZeroDivisionError: rank 3 cannot go on" in outcomes[3].failure
     for outcome in outcomes[:3]:
         assert "rank 3" in outcome.failure and "cannot go on" in outcome.failure

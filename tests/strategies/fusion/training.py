@@ -91,14 +91,6 @@ class Wide(Perceptron):
         self.network = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1))
 
 
-class FailingOnLastRank(Wide):
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 3:
-            raise ZeroDivisionError("rank 3 cannot go on")
-        return super().training_step(batch)
-
-
 def naive_bytes_per_server(variables: Sequence[int], world_size: int) -> list[int]:
     """Return the servers' loads if variables stay whole: the largest first, each to the least loaded server."""
     loads = [0] * world_size
