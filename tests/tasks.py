@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from trainkit import Callback, Data, Logger, Strategy, TaskModule, Trainer
+from trainkit import Callback, Data, Logger, Strategy, TaskModule, Trainer, registry
 from trainkit.distributed.collectives import Collectives
 from trainkit.trainer import FitResult
 
@@ -171,6 +172,12 @@ class Seen(Regression):
         return super().predict_step(batch)
 
 
+def on_cpu(name: str, **settings: Any) -> Any:
+    """Return the strategy of a name on the CPU; `dp` has two replicas."""
+    where: dict[str, Any] = {"devices": ["cpu", "cpu"]} if name == "dp" else {"device": "cpu"}
+    return registry.make("strategy", name, {**where, **settings})
+
+
 class FakeRank(Strategy):
     """A strategy that says it is one rank of several, for code that only asks who reads what."""
 
@@ -198,6 +205,13 @@ class EachStep(Callback):
 
     def on_step_end(self, run: Any) -> None:
         self.seen.append(self.look(run))
+
+
+def wait_for_saves(run: Any = None) -> None:
+    """Wait for the threads that write checkpoints in the background."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint-"):
+            thread.join(120)
 
 
 class SkipStep(Callback):
@@ -276,6 +290,18 @@ class Recorder(Callback):
 
     def close(self) -> None:
         self.moments.append(("close", self.run.state.step if self.run else 0))
+
+
+class Clock:
+    """Stands in for a function of the module time; advances only by `sleep`."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class MemoryLogger(Logger):

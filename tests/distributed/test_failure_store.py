@@ -15,11 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import Fitting
+from tests.tasks import Fitting, on_cpu
 from trainkit import Data, Trainer
 from trainkit.distributed import failure_store
 from trainkit.distributed.collectives import ProcessGroupCollectives
@@ -36,7 +33,6 @@ from trainkit.run_dir.failure import phase_in
 from trainkit.testing import rank_outcomes, run_ranks
 
 LIMIT = 10.0  # seconds; every collective before the hang has to end within it
-STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "torch_ddp": TorchDDPStrategy}
 
 
 class Hanging(Fitting):
@@ -69,7 +65,7 @@ def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     # The limit of gloo itself is that of the group, which a strategy makes by itself where ranks are started.
     group = dist.new_group(timeout=timedelta(seconds=LIMIT))
     data = Data(train=TensorDataset(torch.ones(12, 4)), validation=TensorDataset(torch.ones(4, 4)), batch_size=4)
-    made = STRATEGIES[strategy](device="cpu", timeout_seconds=LIMIT, process_group=group)
+    made = on_cpu(strategy, timeout_seconds=LIMIT, process_group=group)
     trainer = Trainer(made, max_duration="1epoch", callbacks=[], loggers=[], run_dir=folder)
     ended = Path(folder) / "ended"
     try:

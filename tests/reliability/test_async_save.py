@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trainkit.callbacks.checkpoint import Checkpoint
 
-from tests.tasks import AtStep, EachStep, Regression, assert_same_bits, data, sgd, weights
+from tests.tasks import AtStep, EachStep, Regression, assert_same_bits, data, sgd, wait_for_saves, weights
 from trainkit import Trainer
 from trainkit.checkpoint.background_save import CpuSnapshot
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
@@ -35,12 +35,6 @@ def slowly(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> No
 
 def wait_for(event: threading.Event) -> None:
     assert event.wait(600), "training did not go on while the checkpoint was written"
-
-
-def wait_for_writer(run: Any) -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("checkpoint-"):
-            thread.join(120)
 
 
 @pytest.mark.parametrize("kept", [1, 3, None])
@@ -92,7 +86,7 @@ def test_an_error_of_the_writer_is_raised_after_the_next_step(make_trainer, monk
 
     slowly(monkeypatch, full)
     kept = kept_weights()
-    callbacks = [kept, AtStep(5, wait_for_writer), Checkpoint(every="2step", async_save=True, max_retries=0)]
+    callbacks = [kept, AtStep(5, wait_for_saves), Checkpoint(every="2step", async_save=True, max_retries=0)]
     trainer = make_trainer(callbacks=callbacks, max_duration="20step")
     with pytest.raises(CheckpointError, match="the disk is full"):
         trainer.fit(Regression(sgd), data(40, batch_size=4))
