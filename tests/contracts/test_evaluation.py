@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
@@ -42,14 +42,15 @@ def samples_of_all_ranks(data, world_size):
     for rank in range(world_size):
         loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in loader.batches():
-            assert len(micro_batch.batch) == micro_batch.num_samples
-            seen += micro_batch.batch.tolist()
+            rows = micro_batch.batch if isinstance(micro_batch.batch, torch.Tensor) else micro_batch.batch[0]
+            assert len(rows) == micro_batch.num_samples
+            seen += rows.tolist()
     return sorted(seen)
 
 
 @given(num_samples=st.integers(1, 40), batch_size=st.integers(1, 17), world_size=st.integers(1, 5))
 def test_over_all_ranks_each_sample_of_a_dataset_or_stream_comes_once(num_samples, batch_size, world_size):
-    for samples in (torch.arange(num_samples), NumberStream(num_samples)):
+    for samples in (TensorDataset(torch.arange(num_samples)), NumberStream(num_samples)):
         data = Data(validation=samples, batch_size=batch_size)
         assert samples_of_all_ranks(data, world_size) == list(range(num_samples))
 
