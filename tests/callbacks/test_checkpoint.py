@@ -14,25 +14,19 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
+from tests.tasks import EachStep
 from trainkit.callback import Callback
 from trainkit.checkpoint import store as store_module
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import DamagedCheckpoint, NonFiniteLoss, Stopped, UserError
-from trainkit.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]
 
 
-class Weights(Callback):
-    """Keeps the weights after every step."""
-
-    def __init__(self) -> None:
-        self.after: dict[int, torch.Tensor] = {}
-
-    def on_step_end(self, run: Run) -> None:
-        self.after[run.state.step] = next(run.task.parameters()).detach().clone()
+def kept_weights() -> EachStep:
+    return EachStep(lambda run: next(run.task.parameters()).detach().clone())
 
 
 class OtherRanksAreSlower(Collectives):
@@ -61,20 +55,42 @@ def raising(error: BaseException) -> Callable[[], object]:
     return fail
 
 
-def test_a_checkpoint_is_saved_at_every_interval_and_at_the_end(
-    fit: Fit, scripted: Any, store: CheckpointStore
+BY_LOSS: dict[str, Any] = {"every": None, "monitor": "validation/loss"}
+
+
+@pytest.mark.parametrize(
+    ("losses", "settings", "expected"),
+    [
+        ([], {"every": "6step", "save_last_k": None}, {6: "interval", 12: "interval", 18: "interval", 20: "end"}),
+        (
+            [1.0 / n for n in range(1, 11)],
+            {"every": "10step", "monitor": "validation/loss", "save_last_k": None},
+            {**dict.fromkeys(range(2, 20, 2), "best"), 20: "best"},
+        ),
+        ([0.1, 0.9, *[0.5] * 8], {**BY_LOSS, "mode": "max"}, {4: "best", 20: "end"}),
+        ([0.9, 0.8, 0.7, 0.1, *[0.9] * 6], {**BY_LOSS, "every": "9step"}, {8: "best", 20: "end"}),
+        ([float("nan")] * 10, BY_LOSS, {20: "end"}),
+        ([0.5] * 10, BY_LOSS, {2: "best", 20: "end"}),
+        ([], {"every": "15step", "save_at_end": False}, {15: "interval"}),
+        ([], {"every": "0.0001s", "save_last_k": None}, {step: "interval" for step in (5, 10, 15, 20)}),
+    ],
+    ids=[
+        "at every interval and at the end",
+        "once for interval, metric and end",
+        "the largest is the best in mode max",
+        "the value of step 8 does not make step 9 one of the best",
+        "nan is never the best",
+        "the first of equals remains the best",
+        "not at the end if disabled",
+        "time intervals are checked at log points",
+    ],
+)
+def test_steps_are_saved_for_their_reason(
+    fit: Fit, scripted: Any, store: CheckpointStore, *, losses: list[float], settings: dict[str, Any], expected: Any
 ) -> None:
-    fit(scripted(), Checkpoint(every="6step", save_last_k=None))
+    fit(scripted(losses), Checkpoint(**settings))
 
-    assert saved(store) == [(6, "interval"), (12, "interval"), (18, "interval"), (20, "end")]
-
-
-def test_a_step_is_saved_once_for_interval_metric_and_end(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    task = scripted([1.0 / n for n in range(1, 11)])
-
-    fit(task, Checkpoint(every="10step", monitor="validation/loss", save_last_k=None))
-
-    assert [entry.step for entry in store.entries()] == list(range(2, 21, 2))
+    assert saved(store) == list(expected.items())
 
 
 def test_only_the_latest_are_kept(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
@@ -95,47 +111,35 @@ def test_the_best_two_and_the_latest_are_kept(fit: Fit, scripted: Any, store: Ch
     assert store.monitor() == ("validation/loss", "min")
 
 
-def test_the_largest_value_is_the_best_in_mode_max(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    task = scripted([0.1, 0.9, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
-
-    fit(task, Checkpoint(every=None, monitor="validation/loss", mode="max"))
-
-    assert [entry.step for entry in store.entries()] == [4, 20]
-
-
-def test_a_metric_measured_before_an_interval_does_not_make_its_checkpoint_one_of_the_best(
-    fit: Fit, scripted: Any, store: CheckpointStore
-) -> None:
-    """Step 9 is saved while the latest value is still that of step 8; it must not push step 8 out."""
-    task = scripted([0.9, 0.8, 0.7, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
-
-    fit(task, Checkpoint(every="9step", monitor="validation/loss"), max_duration="11step")
-
-    assert [entry.step for entry in store.entries()] == [8, 11]
-
-
-def test_nan_is_never_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted([float("nan")] * 10), Checkpoint(every=None, monitor="validation/loss"))
-
-    assert saved(store) == [(20, "end")]
-
-
-def test_the_first_of_equal_values_remains_the_best(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted([0.5] * 10), Checkpoint(every=None, monitor="validation/loss"))
-
-    assert saved(store) == [(2, "best"), (20, "end")]
-
-
 def test_an_unknown_metric_is_rejected_with_the_nearest_name(fit: Fit, scripted: Any) -> None:
     with pytest.raises(UserError, match=r"validation/acuracy.*Did you mean 'validation/accuracy'"):
         fit(scripted(), Checkpoint(monitor="validation/acuracy"))
 
 
-def test_an_unknown_metric_is_rejected_after_the_sanity_batches_before_the_first_step(fit: Fit, scripted: Any) -> None:
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "message"),
+    [
+        (
+            [Checkpoint(monitor="validation/acuracy")],
+            {"num_sanity_batches": 1},
+            r"checkpoint.monitor='validation/acuracy'.*Did you mean 'validation/accuracy'",
+        ),
+        (
+            [Checkpoint(monitor="validation/loss"), Checkpoint(every="3step")],  # they would remove each other's
+            {},
+            "callbacks contains Checkpoint twice",
+        ),
+        ([Checkpoint(monitor="validation/loss")], {"without_validation": True}, "the data has none"),
+    ],
+    ids=["unknown in the sanity batches", "two", "no validation data"],
+)
+def test_what_cannot_be_saved_is_rejected_before_the_first_step(
+    fit: Fit, scripted: Any, callbacks: list[Callback], settings: dict[str, Any], message: str
+) -> None:
     task = scripted()
 
-    with pytest.raises(UserError, match=r"checkpoint.monitor='validation/acuracy'.*Did you mean 'validation/accuracy'"):
-        fit(task, Checkpoint(monitor="validation/acuracy"), num_sanity_batches=1)
+    with pytest.raises(UserError, match=message):
+        fit(task, *callbacks, **settings)
 
     assert task.steps == 0
 
@@ -155,24 +159,6 @@ def test_a_metric_in_the_other_mode_than_its_name_means_is_warned_of(
     assert caplog.text.count(f"is, set mode={usual}.") == 2
 
 
-def test_two_of_them_are_rejected_before_they_remove_each_others_checkpoints(fit: Fit, scripted: Any) -> None:
-    task = scripted()
-
-    with pytest.raises(UserError, match="callbacks contains Checkpoint twice"):
-        fit(task, Checkpoint(monitor="validation/loss"), Checkpoint(every="3step"))
-
-    assert task.steps == 0
-
-
-def test_a_metric_without_validation_data_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
-    task = scripted()
-
-    with pytest.raises(UserError, match="the data has none"):
-        fit(task, Checkpoint(monitor="validation/loss"), without_validation=True)
-
-    assert task.steps == 0
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -188,14 +174,14 @@ def test_a_wrong_setting_is_rejected(settings: dict[str, Any], message: str) -> 
 
 
 def test_the_last_complete_step_is_saved_after_an_exception(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    task, weights = scripted(), Weights()
+    task, weights = scripted(), kept_weights()
     task.at_step[8] = raising(RuntimeError("bug in the model"))
 
     with pytest.raises(RuntimeError, match="bug in the model"):
         fit(task, weights, Checkpoint())
 
     assert saved(store) == [(7, "exception")]
-    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[7])
+    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.seen[-1])
 
 
 def test_a_run_resumes_from_the_step_saved_after_an_exception(
@@ -218,7 +204,7 @@ def test_a_run_from_an_earlier_checkpoint_saves_its_own_later_steps(
     fit: Fit, scripted: Any, store: CheckpointStore, ends_with: str, steps: str
 ) -> None:
     fit(scripted(), Checkpoint(every="5step", save_last_k=None), max_duration="10step")
-    task, weights = scripted(), Weights()
+    task, weights = scripted(), kept_weights()
     task.at_step[1] = lambda: task.net.weight.data.add_(1.0)
     task.at_step[6] = raising(RuntimeError("bug in the model"))  # after step 10
 
@@ -227,7 +213,7 @@ def test_a_run_from_an_earlier_checkpoint_saves_its_own_later_steps(
         fit(task, weights, checkpoint, resume=store.folder / "step_00000005.pt", max_duration=steps)
 
     assert saved(store)[-1] == (10, ends_with)
-    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[10])
+    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.seen[-1])
 
 
 def test_nothing_is_saved_after_an_exception_during_an_update(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
@@ -270,12 +256,19 @@ def test_nothing_is_saved_after_an_exception_that_follows_a_nonfinite_loss(
     assert "could not be saved after the exception" in caplog.text
 
 
-def test_the_second_interrupt_ends_the_run_at_once(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
+@pytest.mark.parametrize(
+    ("error", "settings"),
+    [(KeyboardInterrupt(), {}), (RuntimeError("bug in the model"), {"save_on_exception": False})],
+    ids=["second interrupt", "disabled"],
+)
+def test_nothing_is_saved_after_a_second_interrupt_or_an_exception_if_disabled(
+    fit: Fit, scripted: Any, store: CheckpointStore, error: BaseException, settings: dict[str, Any]
+) -> None:
     task = scripted()
-    task.at_step[8] = raising(KeyboardInterrupt())
+    task.at_step[8] = raising(error)
 
-    with pytest.raises(KeyboardInterrupt):
-        fit(task, Checkpoint())
+    with pytest.raises(type(error)):
+        fit(task, Checkpoint(**settings))
 
     assert saved(store) == []
 
@@ -294,32 +287,16 @@ def test_a_failing_save_does_not_hide_the_exception(
     assert "step 7 could not be saved" in caplog.text
 
 
-def test_nothing_is_saved_after_an_exception_if_disabled(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    task = scripted()
-    task.at_step[8] = raising(RuntimeError("bug in the model"))
-
-    with pytest.raises(RuntimeError):
-        fit(task, Checkpoint(save_on_exception=False))
-
-    assert saved(store) == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_step_of_a_signal_is_saved(fit: Fit, scripted: Any, store: CheckpointStore, number: signal.Signals) -> None:
-    task, weights = scripted(), Weights()
+    task, weights = scripted(), kept_weights()
     task.at_step[7] = lambda: os.kill(os.getpid(), number)
 
     with pytest.raises(Stopped):
         fit(task, weights, Checkpoint(save_at_end=False))
 
     assert saved(store) == [(7, number.name)]
-    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.after[7])
-
-
-def test_the_end_is_not_saved_if_disabled(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted(), Checkpoint(every="15step", save_at_end=False))
-
-    assert saved(store) == [(15, "interval")]
+    assert torch.equal(store.load_last().payload["task"]["net.weight"], weights.seen[-1])
 
 
 def test_an_older_checkpoint_is_kept_while_the_newer_one_is_damaged(
@@ -338,12 +315,6 @@ def test_an_older_checkpoint_is_kept_while_the_newer_one_is_damaged(
         fit(scripted(), Checkpoint(every="6step"))
 
     assert store.load_last().entry.step == 6
-
-
-def test_time_intervals_are_checked_at_log_points(fit: Fit, scripted: Any, store: CheckpointStore) -> None:
-    fit(scripted(), Checkpoint(every="0.0001s", save_last_k=None))
-
-    assert [entry.step for entry in store.entries()] == [5, 10, 15, 20]
 
 
 def test_a_time_interval_is_due_on_all_ranks_if_it_is_on_one(fit: Fit, scripted: Any, store: CheckpointStore) -> None:

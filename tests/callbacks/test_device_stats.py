@@ -6,12 +6,8 @@ from typing import Any
 import torch
 from trainkit.callbacks.device_stats import DeviceStats, resident_bytes
 
-from tests.tasks import Recorder, Regression, regression_data
-from trainkit import Callback, Data
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+from tests.tasks import Recorder, Regression, data
+from trainkit import Callback
 
 
 def test_memory_and_load_of_the_process_are_logged(make_trainer: Any) -> None:

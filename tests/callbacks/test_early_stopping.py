@@ -21,22 +21,20 @@ def test_training_ends_after_the_evaluations_without_improvement_and_says_so(fit
     assert result.exit_reason == "validation/loss has not improved for 2 evaluations (best 0.5 at step 4)"
 
 
-def test_an_improvement_resets_the_count(fit: Fit, scripted: Any) -> None:
-    result = fit(scripted([0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6, 0.5, 0.5]), EarlyStopping(patience=2))
-
-    assert result.steps == 20
-
-
-def test_less_than_min_delta_does_not_count_as_improvement(fit: Fit, scripted: Any) -> None:
-    result = fit(scripted([0.9, 0.88, 0.86, 0.5]), EarlyStopping(patience=2, min_delta=0.05))
-
-    assert result.steps == 6
-
-
-def test_a_larger_value_is_an_improvement_in_mode_max(fit: Fit, scripted: Any) -> None:
-    result = fit(scripted([0.1, 0.2, 0.3, 0.2, 0.1]), EarlyStopping(mode="max", patience=2))
-
-    assert result.steps == 10
+@pytest.mark.parametrize(
+    ("values", "stopping", "settings", "steps"),
+    [
+        ([0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6, 0.5, 0.5], {}, {}, 20),
+        ([0.9, 0.88, 0.86, 0.5], {"min_delta": 0.05}, {}, 6),
+        ([0.1, 0.2, 0.3, 0.2, 0.1], {"mode": "max"}, {}, 10),
+        ([0.1, 0.9, 0.8, 0.9, 0.9], {}, {"num_sanity_batches": 1}, 8),  # the first value does not count
+    ],
+    ids=["an improvement resets the count", "less than min_delta", "a larger value in mode max", "sanity batches"],
+)
+def test_an_improvement_is_a_smaller_value_of_a_validation_by_min_delta_or_a_larger_one_in_mode_max(
+    fit: Fit, scripted: Any, *, values: list[float], stopping: dict[str, Any], settings: dict[str, Any], steps: int
+) -> None:
+    assert fit(scripted(values), EarlyStopping(patience=2, **stopping), **settings).steps == steps
 
 
 def test_nan_does_not_count_as_improvement(fit: Fit, scripted: Any) -> None:
@@ -78,33 +76,28 @@ def test_an_unknown_metric_is_rejected_with_the_nearest_name(fit: Fit, scripted:
         fit(scripted(), EarlyStopping(monitor="validation/los"))
 
 
-def test_an_unknown_metric_is_rejected_after_the_sanity_batches_before_the_first_step(fit: Fit, scripted: Any) -> None:
+@pytest.mark.parametrize(
+    ("monitored", "settings", "message"),
+    [
+        (
+            {"monitor": "validation/los"},
+            {"num_sanity_batches": 1},
+            r"early_stopping.monitor='validation/los'.*Did you mean 'validation/loss'",
+        ),
+        ({}, {"evaluate_every": None}, "evaluate_every is None"),
+        ({}, {"without_validation": True}, "the data has none"),
+    ],
+    ids=["unknown in the sanity batches", "no validations", "no validation data"],
+)
+def test_a_metric_that_is_never_measured_is_rejected_before_the_first_step(
+    fit: Fit, scripted: Any, monitored: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
     task = scripted()
 
-    with pytest.raises(UserError, match=r"early_stopping.monitor='validation/los'.*Did you mean 'validation/loss'"):
-        fit(task, EarlyStopping(monitor="validation/los"), num_sanity_batches=1)
+    with pytest.raises(UserError, match=message):
+        fit(task, EarlyStopping(**monitored), **settings)
 
     assert task.steps == 0
-
-
-def test_a_metric_of_validations_that_never_come_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
-    task = scripted()
-
-    with pytest.raises(UserError, match="evaluate_every is None"):
-        fit(task, EarlyStopping(), evaluate_every=None)
-
-    assert task.steps == 0
-
-
-def test_the_values_of_sanity_batches_do_not_count(fit: Fit, scripted: Any) -> None:
-    result = fit(scripted([0.1, 0.9, 0.8, 0.9, 0.9]), EarlyStopping(patience=2), num_sanity_batches=1)
-
-    assert result.steps == 8
-
-
-def test_a_run_without_validation_data_is_rejected_at_the_start(fit: Fit, scripted: Any) -> None:
-    with pytest.raises(UserError, match="the data has none"):
-        fit(scripted(), EarlyStopping(), without_validation=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import Regression, StopAt, assert_same_bits, regression_data, weights
+from tests.tasks import EachStep, Regression, StopAt, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Trainer, UserError
 from trainkit.checkpoint.store import load_from
 from trainkit.testing import run_ranks
@@ -188,20 +188,16 @@ def test_the_training_weights_are_restored_after_an_interrupted_evaluation(make_
             signal.raise_signal(signal.SIGTERM)
             return super().validation_step(batch)
 
-    class Steps(Callback):
-        def on_step_end(self, run: Any) -> None:
-            trained.append(weights(run.task))
-
-    trained: list[dict[str, Tensor]] = []
+    trained = EachStep(lambda run: weights(run.task))
     made = Interrupted(adamw, hidden=6)
-    callbacks = [Checkpoint(), EMA(decay=0.9), Steps()]
+    callbacks = [Checkpoint(), EMA(decay=0.9), trained]
     trainer = make_trainer(callbacks=callbacks, run_dir=tmp_path / "run", evaluate_every="3step")
 
     with pytest.raises(SystemExit):
         trainer.fit(made, data())
 
-    assert len(trained) == 3
-    assert_same_bits(load_from(tmp_path / "run").payload["task"], trained[-1])
+    assert len(trained.seen) == 3
+    assert_same_bits(load_from(tmp_path / "run").payload["task"], trained.seen[-1])
 
 
 class Normalised(Regression):

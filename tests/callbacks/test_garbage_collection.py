@@ -6,12 +6,8 @@ from typing import Any
 import pytest
 from trainkit.callbacks.garbage_collection import GarbageCollection
 
-from tests.tasks import Regression, regression_data
-from trainkit import Callback, Data
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+from tests.tasks import Regression, data
+from trainkit import Callback
 
 
 def test_garbage_is_collected_at_the_given_steps_only_and_the_collector_is_restored(

@@ -6,13 +6,9 @@ from typing import Any
 import pytest
 import torch
 from trainkit.callbacks.gradual_unfreezing import GradualUnfreezing
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import Regression, assert_same_bits, regression_data, weights
-from trainkit import Callback, Data, Trainer, UserError
+from tests.tasks import Regression, assert_same_bits, fit, on_cpu, regression_data, weights
+from trainkit import Callback, Data, UserError
 from trainkit.testing import run_ranks
 
 
@@ -99,14 +95,11 @@ def test_a_list_of_patterns_is_rejected() -> None:
 
 
 def weights_on_this_rank(run_dir: str, strategy: str) -> dict[str, torch.Tensor]:
-    made = {"single": SingleStrategy, "ddp": DDPStrategy, "torch_ddp": TorchDDPStrategy, "fusion": FusionStrategy}[
-        strategy
-    ]
-    settings = {"loggers": [], "max_grad_norm": 0.01, "evaluate_every": None, "num_sanity_batches": 0}
-    callbacks = [GradualUnfreezing(unfreeze_at={"network.0.*": "1epoch"})]
     task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=1.0), hidden=3)
-    trainer = Trainer(made(device="cpu"), max_duration="2epoch", callbacks=callbacks, run_dir=run_dir, **settings)
-    trainer.fit(task, Data(train=regression_data(32), batch_size=8))
+    data = Data(train=regression_data(32), batch_size=8)
+    unfreezing = GradualUnfreezing(unfreeze_at={"network.0.*": "1epoch"})
+    settings = {"max_duration": "2epoch", "max_grad_norm": 0.01, "run_dir": run_dir}
+    fit(on_cpu(strategy), task, data, unfreezing, **settings)
     return weights(task)
 
 

@@ -5,12 +5,8 @@ from typing import Any
 import pytest
 from trainkit.callbacks.histograms import Histograms
 
-from tests.tasks import Regression, regression_data
-from trainkit import Data, UserError
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8, seed=1), batch_size=8)
+from tests.tasks import Regression, data
+from trainkit import UserError
 
 
 def test_histograms_are_written_for_matching_parameters_at_the_interval(make_trainer: Any, media_logger: Any) -> None:

@@ -5,12 +5,8 @@ from typing import Any
 import pytest
 from trainkit.callbacks.lambda_callback import LambdaCallback
 
-from tests.tasks import Recorder, Regression, regression_data
-from trainkit import Data, UserError
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8, seed=1), batch_size=8)
+from tests.tasks import Recorder, Regression, data
+from trainkit import UserError
 
 
 def test_functions_are_called_at_their_hooks_only(make_trainer: Any) -> None:

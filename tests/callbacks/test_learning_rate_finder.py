@@ -22,13 +22,9 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
+from tests.tasks import EachStep, Recorder, Regression, adamw, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, Phase, Strategy, Trainer, UserError
 from trainkit.testing import run_ranks
-
-
-def adamw(task: nn.Module) -> Any:
-    return torch.optim.AdamW(task.parameters(), lr=0.01)
 
 
 class Model(Regression):
@@ -190,14 +186,9 @@ def test_an_applied_suggestion_trains_like_the_same_setting(make_trainer: Any, s
         return configure
 
     def rates(task: Regression, *callbacks: Callback) -> list[list[float]]:
-        seen: list[list[float]] = []
-
-        class Observer(Callback):
-            def on_step_end(self, run: Any) -> None:
-                seen.append([group["lr"] for group in run.phase_optimizers[0].optimizer.param_groups])
-
-        make_trainer(callbacks=[*callbacks, Observer()], max_duration="2epoch").fit(task, data())
-        return seen
+        seen = EachStep(lambda run: [group["lr"] for group in run.phase_optimizers[0].optimizer.param_groups])
+        make_trainer(callbacks=[*callbacks, seen], max_duration="2epoch").fit(task, data())
+        return seen.seen
 
     finder = LearningRateFinder(min_lr=1e-5, max_lr=10.0, num_steps=60, on_finish="apply")
     applied = rates(Model(build(0.01)), finder)

@@ -7,12 +7,7 @@ import pytest
 import torch
 from trainkit.callbacks.memory_report import MemoryReport
 
-from tests.tasks import Regression, regression_data
-from trainkit import Data
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8), batch_size=8)
+from tests.tasks import Regression, data
 
 
 def test_a_report_is_written_when_memory_runs_out(make_trainer: Any, tmp_path: Path) -> None:

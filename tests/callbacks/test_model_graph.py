@@ -5,12 +5,7 @@ from typing import Any
 import torch
 from trainkit.callbacks.model_graph import ModelGraph
 
-from tests.tasks import Regression, regression_data
-from trainkit import Data
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8, seed=1), batch_size=8)
+from tests.tasks import Regression, data
 
 
 def test_the_graph_is_written_once_and_training_is_unaffected(make_trainer: Any, media_logger: Any) -> None:

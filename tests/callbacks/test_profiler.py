@@ -10,8 +10,8 @@ from trainkit.callbacks.speed_monitor import SpeedMonitor
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 
-from tests.tasks import FakeRank, Regression, regression_data
-from trainkit import Callback, Data, Trainer, UserError
+from tests.tasks import Clock, EachStep, FakeRank, Regression, regression_data
+from trainkit import Data, Trainer, UserError
 from trainkit.cli.main import main
 from trainkit.data.loader import open_loader
 from trainkit.distributed.collectives import Collectives
@@ -132,18 +132,6 @@ def test_the_peak_depends_on_the_longest_matching_name_and_the_precision():
     assert peak_of_model("Tesla T400", precision="fp32", tf32=False)[0] is None
 
 
-class _Clock:
-    """Stands in for time.perf_counter; advances only by `sleep`."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 class _SlowTask(Regression):
     def training_step(self, batch):
         self.clock.sleep(0.02)
@@ -152,7 +140,7 @@ class _SlowTask(Regression):
 
 def test_the_seconds_of_a_step_are_those_of_its_parts(make_trainer, monkeypatch):
     task = _SlowTask()
-    task.clock = clock = _Clock()
+    task.clock = clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr("trainkit.step_timer._clock", clock)
 
@@ -185,22 +173,17 @@ def test_one_step_in_sixteen_is_measured_and_stands_for_the_others(make_trainer,
             return super().training_step(batch)
 
     task = Task()
-    task.clock = clock = _Clock()
-    measured = []
+    task.clock = clock = Clock()
+    reads = EachStep(lambda run: task.reads > 0)
 
     def read():
         task.reads += 1
         return clock.now
 
-    class Steps(Callback):
-        def on_step_end(self, run):
-            if task.reads:
-                measured.append(run.state.step)
-
     monkeypatch.setattr("trainkit.step_timer._clock", read)
-    trainer = make_trainer(max_duration="100step", log_every="50step", callbacks=[SpeedMonitor(), Steps()])
+    trainer = make_trainer(max_duration="100step", log_every="50step", callbacks=[SpeedMonitor(), reads])
     trainer.fit(task, Data(train=regression_data(400), batch_size=4))
-    assert measured == [*range(1, 17), 32, 48, 51, 67, 83, 99]
+    assert [step for step, has_read in enumerate(reads.seen, 1) if has_read] == [*range(1, 17), 32, 48, 51, 67, 83, 99]
     lines = [json.loads(line) for line in (trainer.run_dir / "step_times.jsonl").read_text().splitlines()]
     assert [line["seconds"]["forward"] for line in lines] == [pytest.approx(50 * 0.02)] * 2
 

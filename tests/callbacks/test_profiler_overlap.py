@@ -11,7 +11,7 @@ from trainkit.callbacks.profiler import Profiler
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.torch_ddp import ReducerTimes
 
-from tests.tasks import FakeRank, Regression, regression_data
+from tests.tasks import EachStep, FakeRank, Regression, regression_data
 from trainkit import Callback, Data
 
 SLEEP = 0.05
@@ -21,16 +21,6 @@ class SlowlyValidated(Regression):
     def validation_step(self, batch: Any) -> Any:
         time.sleep(SLEEP)
         return super().validation_step(batch)
-
-
-class StepEnds(Callback):
-    """Records when each step ended."""
-
-    def __init__(self) -> None:
-        self.instants: list[float] = []
-
-    def on_step_end(self, run: Any) -> None:
-        self.instants.append(time.perf_counter())
 
 
 def overlap_of(
@@ -58,7 +48,7 @@ def test_one_device_has_no_communication(make_trainer: Any, capsys: pytest.Captu
 
 
 def test_communication_between_replicas_is_measured_and_none_of_it_is_hidden(make_trainer: Any) -> None:
-    before, after = StepEnds(), StepEnds()
+    before, after = (EachStep(lambda run: time.perf_counter()) for _ in range(2))
     overlap = overlap_of(
         make_trainer,
         DataParallelStrategy(devices=["cpu", "cpu"]),
@@ -66,7 +56,7 @@ def test_communication_between_replicas_is_measured_and_none_of_it_is_hidden(mak
         evaluate_every="1step",
     )
     assert overlap["steps"] == 4  # steps 5 to 8
-    without_evaluations = after.instants[7] - before.instants[3] - 4 * SLEEP
+    without_evaluations = after.seen[7] - before.seen[3] - 4 * SLEEP
     assert 0 < overlap["communication_seconds"] < overlap["step_seconds"] < without_evaluations / 4
     assert overlap["hidden_share"] == 0
     assert overlap["exposed_seconds"] == overlap["communication_seconds"]

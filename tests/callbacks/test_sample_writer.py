@@ -7,12 +7,8 @@ import torch
 from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.sample_writer import SampleWriter
 
-from tests.tasks import Regression, regression_data
-from trainkit import Callback, Data
-
-
-def data() -> Data:
-    return Data(train=regression_data(32), validation=regression_data(8, seed=1), batch_size=8)
+from tests.tasks import Regression, data, regression_data
+from trainkit import Callback
 
 
 def test_predictions_use_the_evaluated_weights(make_trainer: Any, media_logger: Any, tmp_path: Path) -> None:

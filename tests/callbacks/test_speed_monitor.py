@@ -10,35 +10,11 @@ from typing import Any
 import pytest
 from trainkit.callbacks.speed_monitor import SpeedMonitor
 
-from tests.tasks import Recorder, Regression, StopAt, regression_data
+from tests.tasks import Clock, Recorder, Regression, StopAt, regression_data
 from trainkit import Data
-from trainkit.callback import Callback
-from trainkit.run import Run
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]
-
-
-class Log(Callback):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        self.entries: list[dict[str, float]] = []
-
-    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        self.entries.append(dict(metrics))
-
-
-class Clock:
-    """Stands in for time.monotonic; advances only by `sleep`."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @pytest.fixture
@@ -50,29 +26,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_steps_and_samples_are_counted_over_the_last_log_interval(fit: Fit, scripted: Any, clock: Clock) -> None:
     """The first five steps are slow; they do not show in the figures of the next five."""
-    task, log = scripted(), Log()
+    task, log = scripted(), Recorder()
     task.at_step = {step: partial(clock.sleep, 0.02 if step <= 5 else 0.001) for step in range(1, 21)}
 
     fit(task, SpeedMonitor(step_times=False), log, evaluate_every=None)
 
-    slow, *fast = [entry["train/steps_per_second"] for entry in log.entries]
+    slow, *fast = [entry["train/steps_per_second"] for entry in log.logged]
     assert slow == pytest.approx(50)
     assert fast == [pytest.approx(1000)] * 3
-    first = log.entries[0]
+    first = log.logged[0]
     assert first["train/samples_per_second"] == pytest.approx(4 * first["train/steps_per_second"])
 
 
 def test_steps_of_earlier_intervals_are_not_counted_again(fit: Fit, scripted: Any, clock: Clock) -> None:
-    task, log = scripted(), Log()
+    task, log = scripted(), Recorder()
     task.at_step = {step: partial(clock.sleep, 0.01) for step in range(1, 21)}
 
     fit(task, SpeedMonitor(step_times=False), log, evaluate_every=None)
 
-    assert [entry["train/steps_per_second"] for entry in log.entries] == [pytest.approx(100)] * 4
+    assert [entry["train/steps_per_second"] for entry in log.logged] == [pytest.approx(100)] * 4
 
 
 def test_evaluation_time_does_not_count(fit: Fit, scripted: Any, clock: Clock) -> None:
-    task, log = scripted(), Log()
+    task, log = scripted(), Recorder()
     task.at_step = {step: partial(clock.sleep, 0.01) for step in range(1, 21)}
     validation_step = task.validation_step
 
@@ -84,7 +60,7 @@ def test_evaluation_time_does_not_count(fit: Fit, scripted: Any, clock: Clock) -
 
     fit(task, SpeedMonitor(step_times=False), log, evaluate_every="4step", log_every="5step")
 
-    assert [entry["train/steps_per_second"] for entry in log.entries] == [pytest.approx(100)] * 4
+    assert [entry["train/steps_per_second"] for entry in log.logged] == [pytest.approx(100)] * 4
 
 
 @pytest.mark.parametrize(("percent", "interval", "warns_at"), [(25, 0.05, 30), (25, 2.0, 3), (15, 0.05, None)])

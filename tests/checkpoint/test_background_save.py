@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tasks import wait_for_saves
 from trainkit.checkpoint.background_save import BackgroundSave, CpuSnapshot, _Status, save_copy
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
 from trainkit.distributed.collectives import Collectives
@@ -38,12 +39,6 @@ def snapshot() -> Iterator[CpuSnapshot]:
         yield snapshot
 
 
-def wait_for_thread() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("checkpoint-"):
-            thread.join(120)
-
-
 def test_the_saved_state_is_that_of_the_call(tmp_path: Path, snapshot: CpuSnapshot) -> None:
     store = BlockedStore(tmp_path)
     weight, history = torch.zeros(1000), [1, 2]
@@ -69,7 +64,7 @@ def test_call_returns_before_the_save_is_done(tmp_path: Path, snapshot: CpuSnaps
 
 def test_completion_is_told_once(tmp_path: Path, snapshot: CpuSnapshot) -> None:
     save = save_copy(CheckpointStore(tmp_path), {"a": 1}, snapshot, **place(1))
-    wait_for_thread()
+    wait_for_saves()
     assert save.poll()
     assert not save.poll() and not save.wait()
     save.close()
@@ -80,7 +75,7 @@ def test_error_of_the_thread_is_raised_once_by_the_next_call(tmp_path: Path, sna
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     store = CheckpointStore(tmp_path / "checkpoints")
     save = save_copy(store, {"a": 1}, snapshot, **place(1))
-    wait_for_thread()
+    wait_for_saves()
     with pytest.raises(CheckpointError, match="could not be saved"):
         getattr(save, call)()
     assert not save.poll()
@@ -127,11 +122,11 @@ def test_a_save_of_two_processes_is_registered_once_both_have_written() -> None:
     comm, registered = TwoProcesses(), []
     comm.other = _Status(False)
     save = BackgroundSave(lambda: "first", comm, name="a", register=registered.append)
-    wait_for_thread()
+    wait_for_saves()
     assert not save.poll() and registered == []
     comm.other = _Status(True, "second")
     assert not save.poll()
-    wait_for_thread()
+    wait_for_saves()
     assert registered == [["first", "second"]]
     assert save.poll()
 

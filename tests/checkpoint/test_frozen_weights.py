@@ -6,25 +6,17 @@ import pytest
 import torch
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.ema import EMA
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.fusion.strategy import FusionStrategy
-from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import Regression, assert_same_bits, regression_data, weights
+from tests.tasks import Regression, assert_same_bits, on_cpu, regression_data, weights
 from trainkit import Data, Phase, Trainer
 from trainkit.checkpoint.store import load_from
 from trainkit.errors import CheckpointError, UserError
 from trainkit.testing import run_ranks
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": DDPStrategy,
-    "torch_ddp": TorchDDPStrategy,
-    "fsdp": FSDPStrategy,
-    "pipeline": PipelineStrategy,
-    "fusion": lambda device: FusionStrategy(device=device, shard_optimizer=True),
+STRATEGIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("ddp", "torch_ddp", "fsdp", "pipeline")},
+    "fusion": {"shard_optimizer": True},
 }
 FROZEN = ["network.0.weight", "network.0.bias"]
 
@@ -78,10 +70,10 @@ def resumed_by_the_next(folder: str, expected: dict[str, torch.Tensor]) -> dict[
     found = {}
     names = list(STRATEGIES)
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
-        trainer(STRATEGIES[name](device="cpu"), f"{folder}/{name}").fit(Regression(hidden=8), data())
+        trainer(on_cpu(name, **STRATEGIES[name]), f"{folder}/{name}").fit(Regression(hidden=8), data())
         assert len(load_from(f"{folder}/{name}").payload["task"]) == 2, name
         task = Regression(hidden=8)
-        again = trainer(STRATEGIES[following](device="cpu"), None, max_duration="2epoch")
+        again = trainer(on_cpu(following, **STRATEGIES[following]), None, max_duration="2epoch")
         again.fit(task, data(), resume=f"{folder}/{name}")
         found[name] = max((own - expected[key]).abs().max().item() for key, own in weights(task).items())
     return found

@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from tests.checkpoint.test_store import forge
-from trainkit import Data, TaskModule, Trainer
+from tests.tasks import Fitting, sgd
+from trainkit import Data, Trainer
 from trainkit.checkpoint.serialization import HEADER, check_header, payload_bytes, plain
 from trainkit.checkpoint.store import CheckpointStore, Monitor, load_from, resolve
 from trainkit.errors import CheckpointError, UserError
@@ -391,23 +392,11 @@ def test_header_without_a_format_names_the_field(forged: Callable[[], Path]) -> 
         load_from(file)
 
 
-class Line(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
 @pytest.fixture
 def resume_altered(make_trainer: Any, tmp_path: Path) -> Callable[..., None]:
     """Return a function that resumes a run with changes in its checkpoint."""
     data = Data(train=TensorDataset(torch.ones(4, 1)), batch_size=2)
-    make_trainer(callbacks=["checkpoint"], run_dir=tmp_path / "run").fit(Line(), data)
+    make_trainer(callbacks=["checkpoint"], run_dir=tmp_path / "run").fit(Fitting(torch.nn.Linear(1, 1), sgd), data)
     [file] = (tmp_path / "run" / "checkpoints").glob("*.pt")
     content = torch.load(file, weights_only=True)
 
@@ -415,7 +404,7 @@ def resume_altered(make_trainer: Any, tmp_path: Path) -> Callable[..., None]:
         whole = isinstance(content[section], dict) and isinstance(value, dict)
         torch.save({**content, section: {**content[section], **value} if whole else value}, tmp_path / "altered.pt")
         trainer = make_trainer(max_duration="2epoch", callbacks=["checkpoint"])
-        trainer.fit(Line(), data, resume=tmp_path / "altered.pt")
+        trainer.fit(Fitting(torch.nn.Linear(1, 1), sgd), data, resume=tmp_path / "altered.pt")
 
     return resume
 
@@ -524,32 +513,23 @@ class Rows(torch.optim.SGD):
                     self.state[parameter]["momentum_buffer"] = parameter.grad.mean(1)
 
 
-class Columns(TaskModule):
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(3, 2)
-        self.make = make
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
-
-
 COLUMNS = Data(train=TensorDataset(torch.ones(4, 3)), batch_size=2)
+
+
+def columns(optimizer: str) -> Fitting:
+    return Fitting(torch.nn.Linear(3, 2), lambda task: OPTIMIZERS[optimizer](task.parameters()))
 
 
 @pytest.fixture(scope="module")
 def saved_states(tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
-    """Return a function that returns the content of a checkpoint of `Columns`, by the name of its optimizer."""
+    """Return a function that returns the content of a checkpoint of `columns`, by the name of its optimizer."""
     contents: dict[str, dict[str, Any]] = {}
 
     def content(name: str) -> dict[str, Any]:
         if name not in contents:
             folder = tmp_path_factory.mktemp(name)
             settings: dict[str, Any] = {"callbacks": ["checkpoint"], "report": False, "max_duration": "1epoch"}
-            Trainer(**settings, run_dir=folder).fit(Columns(OPTIMIZERS[name]), COLUMNS)
+            Trainer(**settings, run_dir=folder).fit(columns(name), COLUMNS)
             [file] = (folder / "checkpoints").glob("*.pt")
             contents[name] = torch.load(file, weights_only=True)
         return copy.deepcopy(contents[name])
@@ -560,7 +540,7 @@ def saved_states(tmp_path_factory: Any) -> Callable[[str], dict[str, Any]]:
 def resume_columns(make_trainer: Any, name: str, content: dict[str, Any], path: Path) -> None:
     torch.save(content, path)
     trainer = make_trainer(max_duration="2epoch", callbacks=["checkpoint"])
-    trainer.fit(Columns(OPTIMIZERS[name]), COLUMNS, resume=path)
+    trainer.fit(columns(name), COLUMNS, resume=path)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -584,23 +584,20 @@ def test_monitor_given_later_decides_what_is_best(tmp_path: Path) -> None:
     assert resolve(tmp_path, "best").name == "step_0.pt"
 
 
-def test_best_of_a_run_without_a_metric_says_what_to_choose(tmp_path: Path) -> None:
-    CheckpointStore(tmp_path).save(payload_of(0), name="step_0", step=0, epoch=0)
-    with pytest.raises(UserError, match=r"Choose 'last'.*step_0"):
-        resolve(tmp_path, "best")
-
-
-def test_best_before_the_first_evaluation_says_so(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, monitor=Monitor("loss", "min"))
-    store.save(payload_of(0), name="step_0", step=0, epoch=0)
-    with pytest.raises(UserError, match="value of 'loss' yet"):
-        resolve(tmp_path, "best")
-
-
-def test_unknown_choice_names_the_nearest(tmp_path: Path) -> None:
-    filled(tmp_path, [3.0])
-    with pytest.raises(UserError, match="Did you mean 'last'"):
-        resolve(tmp_path, "lats")
+@pytest.mark.parametrize(
+    ("monitor", "choice", "message"),
+    [
+        (None, "best", r"Choose 'last'.*step_0"),
+        (Monitor("loss", "min"), "best", "value of 'loss' yet"),  # before the first evaluation
+        (None, "lats", "Did you mean 'last'"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_chosen_is_refused_with_what_to_choose(
+    tmp_path: Path, monitor: Monitor | None, choice: str, message: str
+) -> None:
+    CheckpointStore(tmp_path, monitor=monitor).save(payload_of(0), name="step_0", step=0, epoch=0)
+    with pytest.raises(UserError, match=message):
+        resolve(tmp_path, choice)
 
 
 def test_path_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from trainkit.cli.main import main
 from trainkit.errors import UserError
 
 safetensors = pytest.importorskip("safetensors")
+TINY = [
+    *("recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"),
+    *("run_dir=run", "logger=[]"),
+]
 
 
 class Tied(Regression):
@@ -127,9 +131,8 @@ def test_a_dtype_that_the_format_lacks_is_named(tmp_path):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # torch.export's own
 def test_a_trained_task_is_exported_as_a_program_for_any_number_of_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
-    tiny += ["trainer.deferred_init=true", "callbacks.checkpoint.trainable_only=true"]  # with nothing frozen
-    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    settings = ["trainer.deferred_init=true", "callbacks.checkpoint.trainable_only=true"]  # with nothing frozen
+    assert main(["fit", *TINY, *settings]) == 0
     assert main(["export", "run", "out=model.pt2"]) == 0
     assert "DigitsMLP.predict_step of step 2 in model.pt2" in capsys.readouterr().out
     task = DigitsMLP(width=8)
@@ -146,8 +149,7 @@ def test_an_onnx_file_computes_the_predictions_for_any_number_of_rows(tmp_path, 
     pytest.importorskip("onnxscript")
     reference = pytest.importorskip("onnx.reference")
     monkeypatch.chdir(tmp_path)
-    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=2step"]
-    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    assert main(["fit", *TINY]) == 0
     assert main(["export", "run", "out=model.onnx"]) == 0
     assert "DigitsMLP.predict_step of step 2 in model.onnx, with the inputs batch_0" in capsys.readouterr().out
     task = DigitsMLP(width=8)
@@ -162,8 +164,7 @@ def test_an_onnx_file_computes_the_predictions_for_any_number_of_rows(tmp_path, 
 
 def test_what_onnx_needs_is_named_where_it_is_not_installed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=1step"]
-    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    assert main(["fit", *TINY]) == 0
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert main(["export", "run", "out=model.onnx"]) == 2
@@ -179,14 +180,7 @@ def test_a_task_that_cannot_be_traced_is_reported_with_the_reason(tmp_path, monk
         "        return self(batch[0]) if batch[0].sum() > 0 else self(batch[0]) + 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    typed = [
-        "recipe=digits_mlp",
-        "task._target_=branching.Branching",
-        "data.num_train=32",
-        "data.batch_size=16",
-        "trainer.max_duration=1step",
-    ]
-    assert main(["fit", *typed, "run_dir=run", "logger=[]"]) == 0
+    assert main(["fit", *TINY, "task._target_=branching.Branching"]) == 0
     assert main(["export", "run", "out=model.pt2", "--trust"]) == 2
     assert "Branching.predict_step cannot be traced as a program" in capsys.readouterr().err
 
@@ -252,8 +246,7 @@ def test_a_checkpoint_of_adapters_alone_resumes_and_is_exported_with_the_pretrai
 
 def test_a_task_without_a_model_of_transformers_is_not_exported_for_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tiny = ["data.num_train=32", "data.batch_size=16", "task.width=8", "trainer.max_duration=1step"]
-    assert main(["fit", "recipe=digits_mlp", *tiny, "run_dir=run", "logger=[]"]) == 0
+    assert main(["fit", *TINY]) == 0
     assert main(["export", "run", "out=model", "format=huggingface"]) == 2
     assert "DigitsMLP has no method save_pretrained" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()

@@ -13,6 +13,7 @@ from tests.tasks import (
     Recorder,
     Regression,
     RegressionStream,
+    Seen,
     WeightedRegression,
     regression_data,
     weighted_data,
@@ -36,41 +37,28 @@ def test_the_metrics_do_not_depend_on_the_batch_size(make_trainer, batch_size, s
     assert metrics["validation/loss"] == pytest.approx(mean_error(task.eval(), dataset), rel=1e-6)
 
 
-@given(num_samples=st.integers(1, 40), batch_size=st.integers(1, 17), world_size=st.integers(1, 5))
-def test_over_all_ranks_each_sample_comes_once(num_samples, batch_size, world_size):
-    data = Data(validation=TensorDataset(torch.arange(num_samples)), batch_size=batch_size)
+def samples_of_all_ranks(data, world_size):
     seen = []
     for rank in range(world_size):
         loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
         for micro_batch in loader.batches():
-            assert len(micro_batch.batch[0]) == micro_batch.num_samples
-            seen += micro_batch.batch[0].tolist()
-    assert sorted(seen) == list(range(num_samples))
+            rows = micro_batch.batch if isinstance(micro_batch.batch, torch.Tensor) else micro_batch.batch[0]
+            assert len(rows) == micro_batch.num_samples
+            seen += rows.tolist()
+    return sorted(seen)
 
 
 @given(num_samples=st.integers(1, 40), batch_size=st.integers(1, 17), world_size=st.integers(1, 5))
-def test_over_all_ranks_each_sample_of_a_stream_comes_once(num_samples, batch_size, world_size):
-    data = Data(validation=NumberStream(num_samples), batch_size=batch_size)
-    seen = []
-    for rank in range(world_size):
-        loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
-        for micro_batch in loader.batches():
-            assert len(micro_batch.batch) == micro_batch.num_samples
-            seen += micro_batch.batch.tolist()
-    assert sorted(seen) == list(range(num_samples))
+def test_over_all_ranks_each_sample_of_a_dataset_or_stream_comes_once(num_samples, batch_size, world_size):
+    for samples in (TensorDataset(torch.arange(num_samples)), NumberStream(num_samples)):
+        data = Data(validation=samples, batch_size=batch_size)
+        assert samples_of_all_ranks(data, world_size) == list(range(num_samples))
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6), world_size=st.integers(1, 5))
 def test_over_all_ranks_each_row_of_ready_made_batches_comes_once(sizes, world_size):
-    batches = list(torch.arange(sum(sizes)).split(sizes))
-    data = Data(validation=batches)
-    seen = []
-    for rank in range(world_size):
-        loader = open_loader(data.stage_data("validation"), FakeRank(rank, world_size), seed=0)
-        for micro_batch in loader.batches():
-            assert len(micro_batch.batch) == micro_batch.num_samples
-            seen += micro_batch.batch.tolist()
-    assert sorted(seen) == list(range(sum(sizes)))
+    data = Data(validation=list(torch.arange(sum(sizes)).split(sizes)))
+    assert samples_of_all_ranks(data, world_size) == list(range(sum(sizes)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -148,25 +136,15 @@ def test_evaluation_runs_in_evaluation_mode_without_gradients(make_trainer):
 )
 @pytest.mark.parametrize("kind", ["dataset", "stream", "ready"])
 def test_a_limit_counts_global_batches(make_trainer, setting, call, stage, kind):
-    seen = []
-
-    class Counting(Regression):
-        def validation_step(self, batch):
-            seen.append(len(batch[0]))
-            return super().validation_step(batch)
-
-        def predict_step(self, batch):
-            seen.append(len(batch[0]))
-            return super().predict_step(batch)
-
     made = {
         "dataset": regression_data(11),
         "stream": RegressionStream(11),
         "ready": [list(batch) for batch in zip(*(t.split(4) for t in regression_data(11).tensors), strict=True)],
     }
     data = Data(**{stage: made[kind]}, batch_size=None if kind == "ready" else 4)
-    getattr(make_trainer(**{setting: 2}), call)(Counting(), data)
-    assert seen == [4, 4]
+    task = Seen()
+    getattr(make_trainer(**{setting: 2}), call)(task, data)
+    assert [len(batch[0]) for batch in task.validated + task.predicted] == [4, 4]
 
 
 def test_validation_during_training_has_the_numbers_of_validation_by_itself(make_trainer):
@@ -189,16 +167,10 @@ def test_each_of_several_validation_sets_has_metrics_under_its_name(make_trainer
 
 
 def test_a_loader_for_evaluation_keeps_its_batch_size(make_trainer):
-    sizes = []
-
-    class Sizes(Regression):
-        def validation_step(self, batch):
-            sizes.append(len(batch[0]))
-            return super().validation_step(batch)
-
+    task = Seen()
     data = Data(train=regression_data(8), validation=DataLoader(regression_data(7), batch_size=5), batch_size=4)
-    make_trainer().fit(Sizes(), data)
-    assert sizes == [5, 2]
+    make_trainer().fit(task, data)
+    assert [len(batch[0]) for batch in task.validated] == [5, 2]
 
 
 def test_evaluating_writes_no_folder_and_leaves_the_weights_alone(make_trainer):

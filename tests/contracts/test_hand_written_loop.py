@@ -76,16 +76,17 @@ def test_a_schedule_of_every_step_steps_as_in_the_hand_written_loop(make_trainer
     assert_same_bits(fitted(make_trainer, optimizer, regression_data(16)), expected)
 
 
-def test_clipping_by_norm_is_that_of_the_hand_written_loop(make_trainer):
+@pytest.mark.parametrize(
+    ("setting", "clip", "limit"),
+    [
+        ("max_grad_norm", nn.utils.clip_grad_norm_, 0.3),
+        ("max_grad_value", nn.utils.clip_grad_value_, 0.1),
+    ],
+)
+def test_clipping_is_that_of_the_hand_written_loop(make_trainer, setting, clip, limit):
     expected = dropout_task(OPTIMIZERS["SGD"])
-    train_by_hand(expected, regression_data(16), clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.3))
-    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), max_grad_norm=0.3), expected)
-
-
-def test_clipping_by_value_is_that_of_the_hand_written_loop(make_trainer):
-    expected = dropout_task(OPTIMIZERS["SGD"])
-    train_by_hand(expected, regression_data(16), clip=lambda parameters: nn.utils.clip_grad_value_(parameters, 0.1))
-    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), max_grad_value=0.1), expected)
+    train_by_hand(expected, regression_data(16), clip=lambda parameters: clip(parameters, limit))
+    assert_same_bits(fitted(make_trainer, OPTIMIZERS["SGD"], regression_data(16), **{setting: limit}), expected)
 
 
 def test_mixed_bf16_is_that_of_the_hand_written_loop(make_trainer):

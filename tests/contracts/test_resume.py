@@ -14,15 +14,19 @@ from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
+    EachStep,
     MemoryLogger,
     Recorder,
     Regression,
     SaveAtEnd,
+    Seen,
     StopAt,
     WeightedRegression,
+    adamw,
     assert_close,
     assert_same_bits,
     regression_data,
+    sgd,
     weighted_data,
 )
 from trainkit import Callback, Data, LRSchedule
@@ -31,14 +35,6 @@ from trainkit.errors import Stopped, UserError
 
 STEPS_PER_EPOCH = 5  # 18 samples in batches of 4, the last of 2
 STOPS = pytest.mark.parametrize("stop", [2, 5, 8], ids=["in epoch 0", "at the end of epoch 0", "in epoch 1"])
-
-
-def sgd(task):
-    return torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
-
-
-def adamw(task):
-    return torch.optim.AdamW(task.parameters(), lr=0.01)
 
 
 def with_schedule(make_schedule):
@@ -296,26 +292,19 @@ def test_a_run_stopped_several_times_has_the_weights_of_an_uninterrupted_one(mak
 
 
 def test_saving_does_not_change_training(make_trainer):
-    class SaveAlways(Callback):
-        def on_step_end(self, run):
-            run.checkpointer.save(reason="test")
-
     whole, saving = dropout_task(), dropout_task()
+    saves = EachStep(lambda run: run.checkpointer.save(reason="test"))
     make_trainer(max_duration="2epoch").fit(whole, plain_data())
-    make_trainer(max_duration="2epoch", callbacks=[SaveAlways()]).fit(saving, plain_data())
+    make_trainer(max_duration="2epoch", callbacks=[saves]).fit(saving, plain_data())
     assert_same_bits(saving, whole)
 
 
 def test_the_counters_resume(make_trainer):
-    class Counters(Callback):
-        def __init__(self):
-            self.seen = []
+    def counters(run):
+        state = run.state
+        return state.step, state.epoch, state.position, state.samples, round(state.epochs, 9)
 
-        def on_step_end(self, run):
-            state = run.state
-            self.seen.append((state.step, state.epoch, state.position, state.samples, round(state.epochs, 9)))
-
-    whole, first, second = Counters(), Counters(), Counters()
+    whole, first, second = (EachStep(counters) for _ in range(3))
     make_trainer(max_duration="2epoch", callbacks=[whole]).fit(dropout_task(), plain_data())
     trainer = make_trainer(max_duration="2epoch", callbacks=[first, StopAt(7)])
     trainer.fit(dropout_task(), plain_data())
@@ -515,14 +504,8 @@ def test_an_evaluation_that_a_signal_interrupted_is_repeated_after_the_resume(ma
 
 @pytest.mark.parametrize("change", [{"batch_size": 8}, {"strategy": SingleStrategy(device="cpu", accumulate=4)}])
 def test_on_another_layout_the_remaining_samples_come_once_each_in_the_same_order(make_trainer, change):
-    class Seen(Regression):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def training_step(self, batch):
-            self.seen += batch[0][:, 0].tolist()
-            return super().training_step(batch)
+    def samples(task):
+        return torch.cat([inputs for inputs, _ in task.trained]).tolist()
 
     whole, stopped, resumed = Seen(), Seen(), Seen()
     make_trainer().fit(whole, plain_data())
@@ -530,27 +513,20 @@ def test_on_another_layout_the_remaining_samples_come_once_each_in_the_same_orde
     trainer.fit(stopped, plain_data())
     data = Data(train=regression_data(18), batch_size=change.get("batch_size", 4))
     make_trainer(change.get("strategy")).fit(resumed, data, resume=trainer.run_dir)
-    assert stopped.seen + resumed.seen == whole.seen
+    assert samples(stopped) + samples(resumed) == samples(whole)
     if "strategy" in change:
         assert_close(resumed, whole)
 
 
 def test_on_another_layout_random_numbers_are_those_of_a_new_seed(make_trainer):
-    class Draws(Callback):
-        def __init__(self):
-            self.drawn = []
-
-        def on_step_end(self, run):
-            self.drawn.append(torch.rand(()).item())
-
-    whole, resumed = Draws(), Draws()
+    whole, stopped, resumed = (EachStep(lambda run: torch.rand(()).item()) for _ in range(3))
     make_trainer(callbacks=[whole]).fit(Regression(), plain_data())
-    trainer = make_trainer(callbacks=[Draws(), StopAt(2)])
+    trainer = make_trainer(callbacks=[stopped, StopAt(2)])
     trainer.fit(Regression(), plain_data())
     accumulating = SingleStrategy(device="cpu", accumulate=2)
     make_trainer(accumulating, callbacks=[resumed]).fit(Regression(), plain_data(), resume=trainer.run_dir)
-    assert len(resumed.drawn) == STEPS_PER_EPOCH - 2
-    assert set(whole.drawn).isdisjoint(resumed.drawn)
+    assert len(resumed.seen) == STEPS_PER_EPOCH - 2
+    assert set(whole.seen).isdisjoint(resumed.seen)
 
 
 @pytest.mark.parametrize("num_samples", [18, 17])

@@ -10,7 +10,8 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, TaskModule, Trainer
+from tests.tasks import fit
+from trainkit import Callback, Data, TaskModule
 from trainkit.testing import run_ranks
 
 NUM_SAMPLES = 48
@@ -30,6 +31,11 @@ class Line(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
+class MeanLine(Line):
+    def training_step(self, batch):
+        return super().training_step(batch) / len(batch[0])
+
+
 class EpochWeights(Callback):
     def __init__(self):
         self.weights = []
@@ -38,15 +44,14 @@ class EpochWeights(Callback):
         self.weights.append(run.task.line.weight.detach().clone())
 
 
-def inputs():
-    return torch.randn(NUM_SAMPLES, 16, generator=torch.Generator().manual_seed(1))
+def inputs(num_samples=NUM_SAMPLES):
+    return torch.randn(num_samples, 16, generator=torch.Generator().manual_seed(1))
 
 
-def trained(strategy, parts, run_dir):
+def trained(strategy, parts, run_dir, *, task=Line, num_samples=NUM_SAMPLES):
     """Return the weights after each epoch."""
-    seen = EpochWeights()
-    trainer = Trainer(strategy, max_duration="2epoch", callbacks=[seen], loggers=[], run_dir=run_dir)
-    trainer.fit(Line(), Data(train=TensorDataset(inputs()), batch_size=BATCH_SIZE * parts))
+    seen, data = EpochWeights(), Data(train=TensorDataset(inputs(num_samples)), batch_size=BATCH_SIZE * parts)
+    fit(strategy, task(), data, seen, max_duration="2epoch", run_dir=run_dir)
     return seen.weights
 
 
@@ -55,17 +60,17 @@ def trained_on_this_rank(run_dir):
     return trained(DDPStrategy(device="cpu"), parts, run_dir)
 
 
-def written_by_hand(parts):
+def written_by_hand(parts, *, loss=torch.sum, num_samples=NUM_SAMPLES):
     """Train as the tutorial does: micro-batches of 4 from perm[r::N], loss / N, backward N times, one step."""
     task = Line()
     optimizer = task.configure_optimizers()
     weights = []
     for epoch in range(2):
-        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
         shares = [order[rank::parts].split(BATCH_SIZE) for rank in range(parts)]
         for micro_batches in zip(*shares, strict=True):
             for indices in micro_batches:
-                (task.line(inputs()[indices]).sum() / parts).backward()
+                (loss(task.line(inputs(num_samples)[indices])) / parts).backward()
             optimizer.step()
             optimizer.zero_grad()
         weights.append(task.line.weight.detach().clone())
@@ -79,7 +84,15 @@ def assert_printed_equal(weights, expected):
     assert not torch.equal(weights[0], weights[1])
 
 
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("num_samples", [32, 34, 33], ids=["full batches", "last batch of two", "last batch of one"])
+def test_the_mean_over_samples_is_that_of_whole_batches_with_any_accumulation(accumulate, num_samples, tmp_path):
+    strategy = SingleStrategy(device="cpu", accumulate=accumulate)
+    weights = trained(strategy, 1, tmp_path, task=MeanLine, num_samples=num_samples)
+    assert_printed_equal(weights, written_by_hand(1, loss=torch.mean, num_samples=num_samples))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_accumulation_and_replicas_print_the_weights_of_the_hand_written_loop(parts, tmp_path):
     expected = written_by_hand(parts)
     assert_printed_equal(trained(SingleStrategy(device="cpu", accumulate=parts), parts, tmp_path / "single"), expected)

@@ -4,62 +4,41 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer, UserError, session
+from tests.tasks import Regression, adamw, data, fit, flat
+from trainkit import Callback, Data, LRSchedule, UserError, session
 
 
-class Regression(TaskModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def training_step(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch):
-        return {"loss": self.training_step(batch)}
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+def adamw_and_steps(task):
+    optimizer = adamw(task)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def data():
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(22, 3, generator=generator)
-    return Data(
-        train=TensorDataset(x, x.sum(1, keepdim=True)), validation=TensorDataset(x[:7], x[:7, :1]), batch_size=8
-    )
+def regression():
+    return Regression(adamw_and_steps, hidden=8)
 
 
-def weights(task):
-    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
-
-
-def trained_by_a_trainer(steps=5):
-    task = Regression()
-    settings = {"evaluate_every": None, "callbacks": [], "loggers": [], "run_dir": "trainer"}
-    Trainer(max_duration=f"{steps}step", max_grad_norm=0.5, **settings).fit(task, data())
-    return weights(task)
+def trained_by_a_trainer():
+    task = regression()
+    settings = {"max_duration": "5step", "max_grad_norm": 0.5, "evaluate_every": None, "run_dir": "trainer"}
+    fit("single", task, data(22, 7), **settings)
+    return flat(task)
 
 
 def train(strategy, *, steps=5, run_dir=None, resume=None):
     """A plain training loop."""
-    task, losses = Regression(), []
+    task, losses = regression(), []
     settings = {"max_duration": f"{steps}step", "max_grad_norm": 0.5, "run_dir": run_dir, "resume": resume}
-    with session(strategy, task, data(), **settings) as s:
+    with session(strategy, task, data(22, 7), **settings) as s:
         for batch in s.step_batches():
             outputs = s.step(batch)
             losses.append(s.mean(outputs)["loss"])
         metrics = s.evaluate()
         if run_dir is not None:
             s.save()
-    return weights(task), losses, metrics
+    return flat(task), losses, metrics
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +50,7 @@ def test_a_plain_loop_over_a_session_gives_the_weights_of_the_trainer():
     found, losses, metrics = train(SingleStrategy())
     assert torch.equal(found, trained_by_a_trainer())
     assert len(losses) == 5
-    assert set(metrics) == {"validation/loss"}
+    assert set(metrics) == {"validation/loss", "validation/absolute"}
 
 
 def test_a_plain_loop_under_ddp_gives_the_same_weights_and_means():
@@ -99,19 +78,19 @@ def test_a_session_leaves_no_folder_behind_that_was_not_asked_for(tmp_path):
 def test_a_strategy_that_would_start_ranks_is_rejected_with_the_remedy():
     with (
         pytest.raises(UserError, match=r"strategy\.launch\(partial"),
-        session(DDPStrategy(devices=2), Regression(), data()),
+        session(DDPStrategy(devices=2), regression(), data(22, 7)),
     ):
         pass
 
 
 def test_a_step_batch_without_a_step_is_an_error():
-    with session("single", Regression(), data()) as s, pytest.raises(UserError, match=r"call session\.step"):
+    with session("single", regression(), data(22, 7)) as s, pytest.raises(UserError, match=r"call session\.step"):
         for _ in s.step_batches():
             pass
 
 
 def test_saving_without_a_folder_is_an_error():
-    with session("single", Regression(), data()) as s, pytest.raises(UserError, match="run_dir="):
+    with session("single", regression(), data(22, 7)) as s, pytest.raises(UserError, match="run_dir="):
         s.save()
 
 
@@ -143,7 +122,7 @@ class Noting(Callback):
 
 class WithCallback(Regression):
     def __init__(self):
-        super().__init__()
+        super().__init__(adamw_and_steps, hidden=8)
         self.noting = Noting()
 
     def configure_callbacks(self):
@@ -164,7 +143,7 @@ class OnPlateau(WithCallback):
 
 def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
     task = OnPlateau()
-    with session("single", task, data(), max_duration="4step") as s:
+    with session("single", task, data(22, 7), max_duration="4step") as s:
         for batch in s.step_batches():
             s.step(batch)
             s.evaluate()
@@ -175,10 +154,10 @@ def test_schedules_and_callbacks_see_the_evaluations_of_a_session():
 
 def test_a_session_calls_the_hooks_of_epochs_and_steps_as_the_trainer_does():
     task, trained = WithCallback(), WithCallback()
-    with session("single", task, data(), max_duration="4step") as s:
+    with session("single", task, data(22, 7), max_duration="4step") as s:
         for batch in s.step_batches():
             s.step(batch)
-    Trainer(max_duration="4step", evaluate_every=None, callbacks=[], loggers=[], run_dir="trainer").fit(trained, data())
+    fit("single", trained, data(22, 7), max_duration="4step", evaluate_every=None, run_dir="trainer")
     assert task.noting.moments == trained.noting.moments
     first_epoch = ["epoch start", "step 1", "step 2", "step 3", "epoch end 1"]
     assert task.noting.moments == ["fit start", *first_epoch, "epoch start", "step 4", "fit end"]
@@ -187,9 +166,9 @@ def test_a_session_calls_the_hooks_of_epochs_and_steps_as_the_trainer_does():
 def test_a_session_keeps_the_workers_of_its_evaluations_from_one_to_the_next():
     gc.collect()  # which ends data workers of other tests
     generator = torch.Generator().manual_seed(1)
-    samples = [(torch.randn(3, generator=generator), torch.zeros(1)) for _ in range(6)]
+    samples = [(torch.randn(4, generator=generator), torch.zeros(1)) for _ in range(6)]
     read = Data(train=samples, validation=samples, batch_size=2, num_workers=1)
-    with session("single", Regression(), read) as s:
+    with session("single", regression(), read) as s:
         s.evaluate()
         workers = {child.pid for child in multiprocessing.active_children()}
         for _ in range(3):

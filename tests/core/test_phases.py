@@ -1,4 +1,3 @@
-import copy
 import json
 import time
 
@@ -15,7 +14,9 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, Phase, TaskModule, Trainer, UserError
+from tests.tasks import Recorder, SkipStep, flat
+from tests.tasks import fit as train
+from trainkit import Callback, Data, Phase, TaskModule, UserError
 from trainkit.errors import NonFiniteLoss
 from trainkit.testing import run_ranks
 
@@ -73,22 +74,9 @@ def made(kind=Adversarial, **settings):
     return kind(**settings)
 
 
-def fit(task, tmp_path, strategy=None, *, duration="2epoch", resume=None, callbacks=(), precision="fp64", **settings):
-    trainer = Trainer(
-        strategy or SingleStrategy(),
-        max_duration=duration,
-        run_dir=tmp_path,
-        loggers=[],
-        callbacks=list(callbacks),
-        log_every="1step",
-        precision=precision,
-        **settings,
-    )
-    return trainer.fit(task, Data(train=samples(), batch_size=8), resume=resume)
-
-
-def weights(task):
-    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+def fit(task, tmp_path, strategy=None, *, duration="2epoch", **settings):
+    settings = {"max_duration": duration, "log_every": "1step", "precision": "fp64", **settings}
+    return train(strategy or SingleStrategy(), task, Data(train=samples(), batch_size=8), run_dir=tmp_path, **settings)
 
 
 def by_hand(*, num_steps, every=1, critic_steps=1):
@@ -113,11 +101,9 @@ def by_hand(*, num_steps, every=1, critic_steps=1):
     return task
 
 
-def fit_in_order(task, tmp_path, **settings):
-    trainer = Trainer(
-        SingleStrategy(**settings), max_duration="2epoch", run_dir=tmp_path, loggers=[], callbacks=[], precision="fp64"
-    )
-    trainer.fit(task, Data(train=samples(), batch_size=8, shuffle=False))
+def fit_in_order(task, tmp_path, *, precision="fp64", **settings):
+    data = Data(train=samples(), batch_size=8, shuffle=False)
+    train(SingleStrategy(**settings), task, data, max_duration="2epoch", run_dir=tmp_path, precision=precision)
     return task
 
 
@@ -125,12 +111,12 @@ def fit_in_order(task, tmp_path, **settings):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_phases_train_as_a_loop_written_by_hand_does(every, accumulate, tmp_path):
     task = fit_in_order(made(every=every), tmp_path, accumulate=accumulate)
-    torch.testing.assert_close(weights(task), weights(by_hand(num_steps=6, every=every)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(task), flat(by_hand(num_steps=6, every=every)), rtol=0, atol=1e-12)
 
 
 def test_a_manual_task_drives_its_phases_itself(tmp_path):
     task = fit_in_order(made(Manual), tmp_path)
-    torch.testing.assert_close(weights(task), weights(by_hand(num_steps=6, critic_steps=2)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(task), flat(by_hand(num_steps=6, critic_steps=2)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +132,7 @@ def test_several_devices_have_the_weights_of_one(kind, strategy, tmp_path):
     alone, together = made(kind), made(kind)
     fit(alone, tmp_path / "alone")
     result = fit(together, tmp_path / "together", strategy, callbacks=["speed_monitor"])
-    torch.testing.assert_close(weights(together), weights(alone), rtol=0, atol=1e-12)
+    torch.testing.assert_close(flat(together), flat(alone), rtol=0, atol=1e-12)
     assert result.steps == 6
     waits_for_ranks = isinstance(strategy, DDPStrategy)
     assert [line["seconds"].get("communication", 0) > 0 for line in step_times(tmp_path / "together")] == [
@@ -190,7 +176,7 @@ def test_a_run_in_phases_resumes_bit_equal_and_refuses_other_phases(tmp_path):
     fit(part, tmp_path / "part", duration="3step", callbacks=["checkpoint"])
     again = made(every=2, lr=0.05)
     fit(again, tmp_path / "part", duration="5step", resume=tmp_path / "part")
-    assert torch.equal(weights(again), weights(whole))
+    assert torch.equal(flat(again), flat(whole))
 
     class OneOptimizer(Adversarial):
         configure_phases = TaskModule.configure_phases
@@ -254,17 +240,9 @@ def test_phases_that_cannot_be_trained_are_refused_by_name(declared, message, tm
         fit(task, tmp_path)
 
 
-class SkipsStep(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_fit_start(self, run):
-        run.state.skipped_steps.add(self.step)
-
-
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_skipped_step_steps_the_schedules_of_phases_that_were_due(step, tmp_path):
-    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate_monitor", SkipsStep(step)])
+    result = fit(made(every=2), tmp_path, duration="4step", callbacks=["learning_rate_monitor", SkipStep(step)])
     assert result.metrics["train/generator/learning_rate"] == pytest.approx(0.05 * 0.9**2)
 
 
@@ -283,14 +261,6 @@ def test_a_manual_task_needs_phases(tmp_path):
 
     with pytest.raises(UserError, match="define configure_phases"):
         fit(made(Undeclared), tmp_path)
-
-
-class Recorder(Callback):
-    def __init__(self):
-        self.logged = []
-
-    def on_log(self, run, metrics):
-        self.logged.append(copy.copy(metrics))
 
 
 def test_a_phase_that_is_not_due_is_not_logged(tmp_path):
@@ -359,13 +329,9 @@ def by_hand_in_mixed_precision(dtype, *, num_steps):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # by hand, of a step that overflows
 @pytest.mark.parametrize(("precision", "dtype"), [("fp16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
 def test_phases_train_in_mixed_precision_as_a_loop_written_by_hand_does(precision, dtype, tmp_path):
-    task = made()
-    trainer = Trainer("single", max_duration="2epoch", run_dir=tmp_path, loggers=[], callbacks=[], precision=precision)
-    trainer.fit(task, Data(train=samples(), batch_size=8, shuffle=False))
-    torch.testing.assert_close(
-        weights(task), weights(by_hand_in_mixed_precision(dtype, num_steps=6)), rtol=0, atol=1e-6
-    )
-    assert not torch.allclose(weights(task), weights(by_hand(num_steps=6).float()), rtol=0, atol=1e-6)
+    task = fit_in_order(made(), tmp_path, precision=precision)
+    torch.testing.assert_close(flat(task), flat(by_hand_in_mixed_precision(dtype, num_steps=6)), rtol=0, atol=1e-6)
+    assert not torch.allclose(flat(task), flat(by_hand(num_steps=6).float()), rtol=0, atol=1e-6)
 
 
 class Overflowing(Manual):
@@ -416,12 +382,12 @@ class Scales(Callback):
 def test_an_overflow_of_one_phase_leaves_the_gradient_of_the_other_as_it_is(tmp_path):
     """The generator's gradient was scaled before the discriminator's overflow halved a scale."""
     mixed, exact = made(Overflowing, lr=0.5), made(Exact, lr=0.5)
-    start = weights(exact.discriminator)
+    start = flat(exact.discriminator)
     fit(mixed, tmp_path / "mixed", duration="1step", precision="fp16-mixed", callbacks=[Scales()])
     fit(exact, tmp_path / "exact", duration="1step", precision="fp32")
-    assert torch.equal(weights(mixed.discriminator), start)
-    assert not torch.equal(weights(mixed.generator), weights(made().generator))
-    torch.testing.assert_close(weights(mixed.generator), weights(exact.generator), rtol=1e-2, atol=1e-3)
+    assert torch.equal(flat(mixed.discriminator), start)
+    assert not torch.equal(flat(mixed.generator), flat(made().generator))
+    torch.testing.assert_close(flat(mixed.generator), flat(exact.generator), rtol=1e-2, atol=1e-3)
 
 
 def test_the_scale_of_a_phase_follows_only_its_steps(tmp_path):
@@ -456,7 +422,7 @@ def phases_in_fp16(folder):
     """Return the weights and the scales of this rank, after the sample of rank 1 has overflowed in a phase."""
     scales, task = Scales(), made(OverflowingOnOneRank, lr=0.5)
     fit(task, folder, DDPStrategy(device="cpu"), duration="4step", precision="fp16-mixed", callbacks=[scales])
-    return weights(task), scales.seen
+    return flat(task), scales.seen
 
 
 @pytest.mark.slow
@@ -470,8 +436,8 @@ def test_an_overflow_on_one_rank_skips_the_phase_on_all_of_them_as_on_one_device
     assert torch.equal(first, second)
     assert first_scales == second_scales == scales.seen
     assert scales.seen[-1] == {"discriminator": (2.0**7, 3), "generator": (2.0**8, 4)}
-    torch.testing.assert_close(first, weights(alone), rtol=0, atol=1e-3)
-    assert (weights(plain) - weights(alone)).abs().max() > 20e-3  # what it would be without the overflow
+    torch.testing.assert_close(first, flat(alone), rtol=0, atol=1e-3)
+    assert (flat(plain) - flat(alone)).abs().max() > 20e-3  # what it would be without the overflow
 
 
 def test_phases_in_fp16_resume_bit_equal_after_an_overflow(tmp_path):
@@ -481,5 +447,5 @@ def test_phases_in_fp16_resume_bit_equal_after_an_overflow(tmp_path):
     fit(part, tmp_path / "part", duration="3step", precision="fp16-mixed", callbacks=[Scales(), "checkpoint"])
     folder = tmp_path / "part"
     fit(again, folder, duration="5step", precision="fp16-mixed", callbacks=[scales], resume=folder)
-    assert torch.equal(weights(again), weights(whole))
+    assert torch.equal(flat(again), flat(whole))
     assert scales.seen[0] == {"discriminator": (2.0**7, 3), "generator": (2.0**8, 4)}

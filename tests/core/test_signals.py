@@ -8,8 +8,8 @@ import pytest
 from trainkit.callbacks.checkpoint import Checkpoint
 
 from tests.program import Program
-from tests.tasks import Recorder, Regression, SaveAtEnd, assert_same_bits, regression_data
-from trainkit import Callback, Data, Trainer, registry
+from tests.tasks import Recorder, Regression, SaveAtEnd, assert_same_bits, fit, regression_data
+from trainkit import Callback, Data, registry
 from trainkit.errors import Stopped
 from trainkit.signals import StopSignals
 
@@ -153,8 +153,7 @@ class Talk(SaveAtEnd):
 
 
 def talk(run_dir):
-    trainer = Trainer(run_dir=run_dir, callbacks=[Talk()], loggers=[], max_duration="1h", evaluate_every=None)
-    trainer.fit(Regression(), DATA)
+    fit("single", Regression(), DATA, Talk(), run_dir=run_dir, max_duration="1h", evaluate_every=None)
 
 
 @pytest.mark.slow

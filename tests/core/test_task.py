@@ -7,19 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tasks import Regression, regression_data
+from tests.tasks import Regression, adamw, regression_data
 from trainkit import Data, TaskModule, UserError
 
 DATA = Data(train=regression_data(8), validation=regression_data(4), batch_size=4)
-
-
-class WithOptimizer(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_step_runs_with_a_batch_and_nothing_else():
@@ -29,6 +20,14 @@ def test_a_step_runs_with_a_batch_and_nothing_else():
     assert set(task.validation_step(batch)) == {"loss", "absolute"}
     assert task.test_step(batch) == task.validation_step(batch)
     assert torch.equal(task.predict_step(batch), task(batch[0]))
+
+
+class WithOptimizer(TaskModule):
+    configure_optimizers = adamw
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
 
 
 def test_predicting_calls_the_task_by_default():

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from tests.tasks import NumberStream, Regression, regression_data
+from tests.tasks import NumberStream, Regression, Seen, regression_data
 from trainkit import Data, Mixture, UserError
 from trainkit.data.loader import make_order
 
@@ -104,11 +104,6 @@ def test_a_plain_batch_sampler_gives_batch_size_order_and_drop_last(shuffled):
 
 
 def test_training_on_a_loader_gives_the_batches_of_its_dataset(make_trainer):
-    class Seen(Regression):
-        def training_step(self, batch):
-            self.seen = [*getattr(self, "seen", []), batch]
-            return super().training_step(batch)
-
     def collate(samples):
         inputs, targets = default_collate(samples)
         return (inputs * 0 + 1, targets)
@@ -117,24 +112,21 @@ def test_training_on_a_loader_gives_the_batches_of_its_dataset(make_trainer):
     loader = DataLoader(regression_data(10), batch_size=4, collate_fn=collate, shuffle=True)
     result = make_trainer().fit(task, loader)
     assert result.steps == 3
-    assert [len(batch[0]) for batch in task.seen] == [4, 4, 2]
-    assert all(isinstance(batch, tuple) and bool((batch[0] == 1).all()) for batch in task.seen)
-    targets = torch.cat([batch[1] for batch in task.seen]).flatten().tolist()
+    assert [len(batch[0]) for batch in task.trained] == [4, 4, 2]
+    assert all(isinstance(batch, tuple) and bool((batch[0] == 1).all()) for batch in task.trained)
+    targets = torch.cat([batch[1] for batch in task.trained]).flatten().tolist()
     assert sorted(targets) == sorted(regression_data(10).tensors[1].flatten().tolist())
     assert targets != regression_data(10).tensors[1].flatten().tolist()
 
 
 def test_a_weighted_sampler_decides_what_is_trained_on(make_trainer):
-    class Seen(Regression):
-        def training_step(self, batch):
-            self.seen = getattr(self, "seen", set()) | set(batch[1].flatten().tolist())
-            return super().training_step(batch)
-
     task, dataset = Seen(), regression_data(10)
     sampler = WeightedRandomSampler([0.0] * 8 + [1.0] * 2, num_samples=20)
     result = make_trainer().fit(task, DataLoader(dataset, batch_size=4, sampler=sampler))
     assert result.samples == 20
-    assert task.seen == set(dataset.tensors[1][8:].flatten().tolist())
+    assert set(torch.cat([batch[1] for batch in task.trained]).flatten().tolist()) == set(
+        dataset.tensors[1][8:].flatten().tolist()
+    )
 
 
 def test_a_loader_without_a_batch_size_is_pre_batched():

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from trainkit import Data, TaskModule, Trainer
+from tests.tasks import Fitting, on_cpu
+from trainkit import Data, Trainer
 from trainkit.distributed import failure_store
 from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.distributed.failure_store import (
@@ -35,27 +33,25 @@ from trainkit.run_dir.failure import phase_in
 from trainkit.testing import rank_outcomes, run_ranks
 
 LIMIT = 10.0  # seconds; every collective before the hang has to end within it
-STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "torch_ddp": TorchDDPStrategy}
 
 
-class Hanging(TaskModule):
+class Hanging(Fitting):
     """Rank 1 hangs, in the third step or in the validation after it, until the other has ended."""
 
     def __init__(self, *, where: str, until: Path) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+        super().__init__(nn.Linear(4, 1))
         self.where, self.until, self.calls = where, until, 0
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         self.calls += 1
         if self.where == "training" and self.calls == 3:
             self.hang()
-        return self.net(batch[0]).square().mean()
+        return super().training_step(batch)
 
     def validation_step(self, batch: list[Tensor]) -> Tensor:
         if self.where == "validation" and self.calls:
             self.hang()
-        return self.net(batch[0]).square().mean()
+        return super().training_step(batch)
 
     def hang(self) -> None:
         if dist.get_rank() == 1:
@@ -63,16 +59,13 @@ class Hanging(TaskModule):
                 time.sleep(0.02)
             os._exit(0)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit_until_rank_1_hangs(strategy: str, where: str, folder: str) -> str:
     failure_store.POLL_SECONDS, failure_store.ANSWER_SECONDS = 0.05, 300.0  # both ranks answer
     # The limit of gloo itself is that of the group, which a strategy makes by itself where ranks are started.
     group = dist.new_group(timeout=timedelta(seconds=LIMIT))
     data = Data(train=TensorDataset(torch.ones(12, 4)), validation=TensorDataset(torch.ones(4, 4)), batch_size=4)
-    made = STRATEGIES[strategy](device="cpu", timeout_seconds=LIMIT, process_group=group)
+    made = on_cpu(strategy, timeout_seconds=LIMIT, process_group=group)
     trainer = Trainer(made, max_duration="1epoch", callbacks=[], loggers=[], run_dir=folder)
     ended = Path(folder) / "ended"
     try:

@@ -27,8 +27,8 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.program import Program, is_running, wait_until
-from tests.tasks import Regression, regression_data
-from trainkit import Callback, Data, TaskModule, Trainer
+from tests.tasks import Fitting, Regression, regression_data
+from trainkit import Callback, Data, Trainer
 from trainkit.distributed.failure_store import RankError
 from trainkit.distributed.launcher import (
     _pickled_failure,
@@ -226,12 +226,11 @@ def test_no_rank_and_no_process_of_a_rank_outlives_a_caller_that_is_killed(tmp_p
         wait_until(lambda: not any(is_running(int(pid.name)) for pid in pids.iterdir()))
 
 
-class Hanging(TaskModule):
+class Hanging(Fitting):
     """Leaves each rank's process id in `folder`; rank 1 never returns from its third step."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1)
+        super().__init__(nn.Linear(4, 1))
         self.folder, self.steps = folder, 0
 
     def training_step(self, batch: Any) -> Any:
@@ -240,10 +239,7 @@ class Hanging(TaskModule):
         self.steps += 1
         if self.steps == 3 and rank == "1":
             time.sleep(600)
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch)
 
 
 @pytest.mark.slow

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.program import wait_until
-from trainkit import Callback, Data, Stopped, TaskModule, Trainer, UserError
+from tests.tasks import Regression, adamw, regression_data
+from trainkit import Callback, Data, Stopped, Trainer, UserError
 from trainkit.checkpoint.store import load_from
 from trainkit.distributed import ray_launcher
 from trainkit.distributed.failure_store import RankError
@@ -35,21 +34,14 @@ LOST_AT = 7
 ROOM = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
 
-class Regression(TaskModule):
-    def __init__(self, fails: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.fails = fails
-
+class Failing(Regression):
     def training_step(self, batch: Any) -> Any:
-        if self.fails:
-            print(f"rank {os.environ['RANK']} was here")
-            raise KeyError("boom")
-        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
+        print(f"rank {os.environ['RANK']} was here")
+        raise KeyError("boom")
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+def regression() -> Regression:
+    return Regression(adamw, hidden=16)
 
 
 class NoteStart(Callback):
@@ -117,8 +109,7 @@ def trainer(run_dir: Path, strategy: Any, steps: int, *callbacks: Callback) -> T
 
 
 def data() -> Data:
-    inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-    return Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+    return Data(train=regression_data(30), batch_size=8)
 
 
 def on_ray() -> DDPStrategy:
@@ -127,7 +118,7 @@ def on_ray() -> DDPStrategy:
 
 def test_an_error_of_the_task_is_raised_by_the_caller_and_is_in_the_logs_of_ranks(head, tmp_path):
     with pytest.raises(KeyError, match="boom") as caught:
-        trainer(tmp_path, on_ray(), 5).fit(Regression(fails=True), data())
+        trainer(tmp_path, on_ray(), 5).fit(Failing(), data())
     assert "training_step" in str(caught.value.__cause__)
     for rank in range(2):
         log = (tmp_path / f"rank_{rank}.log").read_text()
@@ -142,7 +133,7 @@ def test_a_signal_to_the_caller_stops_all_ranks_with_a_checkpoint(head, tmp_path
 
     threading.Thread(target=send, daemon=True).start()
     with pytest.raises(Stopped) as caught:
-        trainer(tmp_path, on_ray(), 1_000_000, NoteStart()).fit(Regression(), data())
+        trainer(tmp_path, on_ray(), 1_000_000, NoteStart()).fit(regression(), data())
     assert caught.value.exit_code == 143
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["exit_reason"] == "SIGTERM"
@@ -153,7 +144,7 @@ def test_a_cluster_without_room_is_reported(head, tmp_path, monkeypatch):
     monkeypatch.setattr("trainkit.distributed.ray_launcher.PLACING_SECONDS", 0.1)
     strategy = DDPStrategy(devices=5, device="cpu", launcher="ray")
     with pytest.raises(UserError, match=r"needs 5 times 1 CPU, and the Ray cluster has room for 2; set .*devices=2"):
-        trainer(tmp_path, strategy, 5).fit(Regression(), data())
+        trainer(tmp_path, strategy, 5).fit(regression(), data())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the caller has a GPU")
@@ -161,12 +152,12 @@ def test_a_caller_without_gpus_asks_the_cluster_for_them(head, tmp_path, monkeyp
     monkeypatch.setattr("trainkit.distributed.ray_launcher.PLACING_SECONDS", 0.1)
     strategy = FSDPStrategy(devices=2, device="cuda", launcher="ray", offload="cpu", units=["Linear"])
     with pytest.raises(UserError, match=r"needs 2 times 1 CPU and 1 GPU, and .* room for 0; set strategy\.device=cpu"):
-        trainer(tmp_path, strategy, 5).fit(Regression(), data())
+        trainer(tmp_path, strategy, 5).fit(regression(), data())
 
 
 def test_ranks_that_hold_shards_have_the_weights_of_one_process(head, tmp_path):
     strategy = FSDPStrategy(devices=2, device="cpu", launcher="ray", units=["Linear"])
-    task, whole = Regression(), Regression()
+    task, whole = regression(), regression()
     trainer(tmp_path / "run", strategy, 5, NoteStart()).fit(task, data())
     nodes = {(tmp_path / "run" / f"starts_{rank}.txt").read_text().split()[3] for rank in (0, 1)}
     assert len(nodes) == 2
@@ -181,7 +172,7 @@ def test_a_run_that_loses_a_node_continues_to_the_weights_of_an_uninterrupted_ru
     monkeypatch.setattr(ray_launcher, "GRACE_SECONDS", 5.0 if noticed_first_by == "Ray" else 0.0)
     losses = [LoseNode(kept=head), *([] if noticed_first_by == "Ray" else [LoseRank()])]
     run = trainer(tmp_path / "run", on_ray(), 12, NoteStart(), *losses)
-    task, whole = Regression(), Regression()
+    task, whole = regression(), regression()
     result = run.fit(task, data())
     first, second = (
         [line.split() for line in (tmp_path / "run" / f"starts_{rank}.txt").read_text().splitlines()] for rank in (0, 1)

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler, default_collate
 from trainkit.strategies.single import SingleStrategy
 
+from tests.tasks import fit as train
 from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.integrations.huggingface import HuggingFaceTask, LearningRateCurve
-from trainkit.trainer import Trainer
 
 # The imports of transformers and datasets alone take as long as a hundred tests.
 pytestmark = pytest.mark.slow
@@ -67,10 +67,7 @@ def sentences(num_samples=12):
 
 
 def fit(made, data, *, strategy, tmp_path, steps=3, precision="fp32"):
-    trainer = Trainer(
-        strategy, max_duration=f"{steps}step", run_dir=tmp_path, callbacks=[], loggers=[], precision=precision
-    )
-    return trainer.fit(made, data)
+    return train(strategy, made, data, max_duration=f"{steps}step", run_dir=tmp_path, precision=precision)
 
 
 def test_a_language_model_trains_from_its_configuration_on_a_dataset_of_the_datasets_package(tmp_path):
@@ -355,9 +352,7 @@ def test_the_weights_are_those_of_the_trainer_of_transformers(auto_class, config
         disable_tqdm=True,
     )
     InOrder(model=theirs, args=settings, train_dataset=rows).train()
-    trainer = Trainer(
-        max_duration="6step", max_grad_norm=1.0, precision="fp64", run_dir=tmp_path / "own", callbacks=[], loggers=[]
-    )
-    trainer.fit(made, Data(train=rows, batch_size=4, shuffle=False))
+    settings = {"max_duration": "6step", "max_grad_norm": 1.0, "precision": "fp64", "run_dir": tmp_path / "own"}
+    train("single", made, Data(train=rows, batch_size=4, shuffle=False), **settings)
     for (name, own), their in zip(made.model.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, their, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")

@@ -9,6 +9,8 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.tasks import fit as train
+from tests.tasks import seeded
 from trainkit.data.data import Data
 from trainkit.errors import UserError
 from trainkit.integrations.lightning import LightningTask, TrainerProxy, data_of, read_optimizers
@@ -26,9 +28,9 @@ def modules():
     return lightning_modules
 
 
-def fit(task, data, *, tmp_path, strategy=None, epochs=2, resume=None, **settings):
-    settings = {"max_duration": f"{epochs}epoch", "callbacks": [], "loggers": [], "report": False, **settings}
-    return Trainer(strategy or SingleStrategy(), run_dir=tmp_path, **settings).fit(task, data, resume=resume)
+def fit(task, data, *, tmp_path, strategy=None, epochs=2, **settings):
+    settings = {"max_duration": f"{epochs}epoch", "report": False, "num_sanity_batches": 2, **settings}
+    return train(strategy or SingleStrategy(), task, data, run_dir=tmp_path, **settings)
 
 
 def fit_by_lightning(module, data=None, *, tmp_path, epochs=2, **settings):
@@ -46,11 +48,6 @@ def fit_by_lightning(module, data=None, *, tmp_path, epochs=2, **settings):
     )
     trainer.fit(module, data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def seeded(make):
-    torch.manual_seed(0)
-    return make()
 
 
 def has_weights_of(module, other):

@@ -48,22 +48,6 @@ def test_resuming_removes_what_was_written_beyond_the_step_and_keeps_the_columns
     ]
 
 
-def test_a_row_that_a_kill_left_incomplete_is_dropped(tmp_path: Path) -> None:
-    logger = CsvLogger()
-    logger.open(tmp_path, step=0)
-    logger.write({"train/loss": 0.5}, step=1)
-    logger.write({"train/loss": 0.5}, step=2)
-    logger.close()
-    path = tmp_path / "metrics.csv"
-    path.write_bytes(path.read_bytes()[:-2])
-
-    logger.open(tmp_path, step=2)
-    logger.write({"train/loss": 0.5}, step=3)
-    logger.close()
-
-    assert [row["step"] for row in rows(tmp_path)] == ["1", "3"]
-
-
 def test_names_with_commas_and_numbers_that_are_not_finite_come_back(tmp_path: Path) -> None:
     logger = CsvLogger()
     logger.open(tmp_path, step=0)

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.program import Program
 from tests.tasks import Regression, regression_data
 from trainkit.loggers.guarded import SafeLogger
 from trainkit.loggers.media import histogram_of
@@ -50,24 +47,6 @@ def test_tensorboard_reads_every_scalar_under_its_name(tmp_path: Path, read: Rea
     assert curve(events, "validation/accuracy") == [(2, 2 / 64), (4, 4 / 64)]
 
 
-def test_resuming_does_not_double_the_curves(tmp_path: Path, read: Read) -> None:
-    written(tmp_path, 1, 2, 4, 8)
-
-    written(tmp_path, 4, 16, opened_at=2)
-
-    assert [step for step, _ in curve(read(tmp_path), "train/loss")] == [1, 2, 4, 16]
-
-
-def test_resuming_after_a_kill_in_the_middle_of_a_record_goes_on(tmp_path: Path, read: Read) -> None:
-    written(tmp_path, 1, 2, 4)
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    path.write_bytes(path.read_bytes()[:-5])
-
-    written(tmp_path, 8, opened_at=2)
-
-    assert [step for step, _ in curve(read(tmp_path), "train/loss")] == [1, 2, 8]
-
-
 def test_the_settings_are_kept_as_text(tmp_path: Path, read: Read) -> None:
     logger = TensorBoardLogger()
     logger.open(tmp_path, step=0)
@@ -88,19 +67,6 @@ def test_numbers_that_are_not_finite_come_back_as_they_were(tmp_path: Path, read
     values = [value for _, value in curve(read(tmp_path), "train/loss")]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf, 0.5]
-
-
-def write_and_be_killed(folder: Path) -> None:
-    logger = TensorBoardLogger()
-    logger.open(folder, step=0)
-    logger.write({"train/loss": 0.5}, step=7)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_killed_process_loses_nothing(tmp_path: Path, read: Read) -> None:
-    with Program(write_and_be_killed, tmp_path) as program:
-        assert program.wait() == -signal.SIGKILL
-    assert curve(read(tmp_path), "train/loss") == [(7, 0.5)]
 
 
 def test_files_are_read_in_the_order_of_their_opening_though_all_are_of_one_second(tmp_path: Path) -> None:

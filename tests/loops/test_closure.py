@@ -21,17 +21,21 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import (
+    EachStep,
     Regression,
     StopAt,
     WeightedRegression,
     assert_same_bits,
     regression_data,
+    seeded,
     weighted_data,
     weights,
 )
-from trainkit import Callback, Data, Phase, TaskModule, Trainer, UserError
+from tests.tasks import fit as train
+from trainkit import Data, Phase, TaskModule, UserError
 from trainkit.optim.chained_optimizer import ChainedOptimizer
 from trainkit.testing import run_ranks
+from trainkit.trainer import FitResult
 
 LINE_SEARCHES = [None, "strong_wolfe"]
 
@@ -44,13 +48,11 @@ def lbfgs(line_search: str | None) -> Any:
     return make
 
 
-def fit(task: TaskModule, run_dir: Any, strategy: Any = None, **settings: Any) -> Trainer:
-    data = settings.pop("data", None) or regression_data(28, dtype=torch.float64)  # 8 in the last batch
-    resume = settings.pop("resume", None)
-    defaults: dict[str, Any] = {"precision": "fp64", "callbacks": [], "loggers": [], "report": False}
-    trainer = Trainer(strategy or SingleStrategy(device="cpu"), run_dir=run_dir, **{**defaults, **settings})
-    trainer.fit(task, Data(train=data, batch_size=10, shuffle=False), resume=resume)
-    return trainer
+def fit(task: TaskModule, run_dir: Any, strategy: Any = None, *, data: Any = None, **settings: Any) -> FitResult:
+    samples = data or regression_data(28, dtype=torch.float64)  # 8 in the last batch
+    settings = {"precision": "fp64", "report": False, **settings}
+    data = Data(train=samples, batch_size=10, shuffle=False)
+    return train(strategy or SingleStrategy(device="cpu"), task, data, run_dir=run_dir, **settings)
 
 
 @pytest.mark.parametrize("line_search", LINE_SEARCHES)
@@ -90,9 +92,7 @@ class InPhases(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 1)
+        self.first, self.second = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
 
     def step(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self.second(torch.tanh(self.first(batch[0]))), batch[1])
@@ -146,16 +146,6 @@ def test_weights_are_those_of_one_device_under_strategies_that_do_not_shard(tmp_
         assert all(distance < 1e-9 for distance in found.values()), found
 
 
-class Noting(Callback):
-    """Notes the random generator after each step, and how often the loss was evaluated."""
-
-    def __init__(self) -> None:
-        self.generators: list[Tensor] = []
-
-    def on_step_end(self, run: Any) -> None:
-        self.generators.append(torch.get_rng_state())
-
-
 class Dropping(Regression):
     """Keeps the random generator at the start of each evaluation."""
 
@@ -170,12 +160,12 @@ class Dropping(Regression):
 
 def test_evaluations_of_a_step_draw_the_same_numbers_and_later_steps_those_of_other_optimizers(tmp_path):
     tasks = {"LBFGS": Dropping(lbfgs(None)), "SGD": Dropping(None)}
-    noted = {name: Noting() for name in tasks}
+    noted = {name: EachStep(lambda run: torch.get_rng_state()) for name in tasks}
     for name, task in tasks.items():
         fit(task, tmp_path / name, callbacks=[noted[name]])
     assert len(tasks["LBFGS"].starts) > 6 and len(tasks["SGD"].starts) == 3
     assert list(dict.fromkeys(tasks["LBFGS"].starts)) == tasks["SGD"].starts
-    for own, expected in zip(noted["LBFGS"].generators, noted["SGD"].generators, strict=True):
+    for own, expected in zip(noted["LBFGS"].seen, noted["SGD"].seen, strict=True):
         assert torch.equal(own, expected)
 
 

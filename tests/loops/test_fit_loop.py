@@ -4,16 +4,19 @@ import logging
 
 import pytest
 import torch
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.dp.strategy import DataParallelStrategy
-from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import MemoryLogger, Recorder, Regression, SaveAtEnd, StopAt, regression_data
-from trainkit import Callback, Data, UserError
+from tests.tasks import (
+    EachStep,
+    MemoryLogger,
+    Recorder,
+    Regression,
+    SaveAtEnd,
+    StopAt,
+    assert_same_bits,
+    on_cpu,
+    regression_data,
+)
+from trainkit import Callback, Data, TaskModule, UserError
 
 
 def data(**settings):
@@ -73,15 +76,9 @@ def test_an_evaluation_alone_calls_its_hooks(make_trainer, stage):
 
 
 def test_callbacks_are_called_in_the_order_in_which_they_were_given(make_trainer):
-    class Named(Callback):
-        def __init__(self, name):
-            self.name = name
-
-        def on_step_end(self, run):
-            called.append(self.name)
-
     called = []
-    make_trainer(callbacks=[Named("b"), Named("a")], max_duration="2step").fit(Regression(), data())
+    callbacks = [EachStep(lambda run, name=name: called.append(name)) for name in "ba"]
+    make_trainer(callbacks=callbacks, max_duration="2step").fit(Regression(), data())
     assert called == ["b", "a", "b", "a"]
 
 
@@ -239,19 +236,13 @@ def test_an_error_while_closing_is_raised_after_all_else_is_closed(make_trainer)
 
 
 def test_after_an_error_the_task_can_be_trained_again_with_the_same_result(make_trainer):
-    class BrokenMidStep(Broken):
-        """Raises between the micro-batches of the first step."""
-
-    from trainkit.strategies.single import SingleStrategy
-
-    strategy = SingleStrategy(device="cpu", accumulate=2)
-    task, expected = BrokenMidStep(2), Regression()
+    strategy = on_cpu("single", accumulate=2)
+    task, expected = Broken(2), Regression()  # between the micro-batches of the first step
     with pytest.raises(KeyError):
         make_trainer(strategy).fit(task, data())
     for each in (task, expected):
         make_trainer(strategy).fit(each, data())
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(task.state_dict()[name], tensor), name
+    assert_same_bits(task, expected)
 
 
 def test_an_error_while_the_run_is_prepared_calls_on_exception(make_trainer):
@@ -280,15 +271,10 @@ def test_the_library_prints_nothing(make_trainer, capsys):
     ("step", "stage"), [("validation_step", "validation"), ("test_step", "test"), ("predict_step", "predict")]
 )
 def test_a_step_that_is_missing_is_named_with_what_to_define(make_trainer, step, stage):
-    from trainkit import TaskModule
-
-    class Bare(TaskModule):
-        pass
-
     call = {"validation": "validate"}.get(stage, stage)
     expected = {"validation_step": "validation_step", "test_step": "validation_step", "predict_step": "forward"}[step]
     with pytest.raises((UserError, NotImplementedError), match=expected):
-        getattr(make_trainer(), call)(Bare(), Data(**{stage: VALIDATION}, batch_size=4))
+        getattr(make_trainer(), call)(TaskModule(), Data(**{stage: VALIDATION}, batch_size=4))
 
 
 class Grown(Callback):
@@ -311,27 +297,23 @@ class Grown(Callback):
             run.phase_optimizer.optimizer.add_param_group({"params": [network.weight]})
 
 
-GROWN = [
-    SingleStrategy(device="cpu"),
-    DataParallelStrategy(devices=["cpu", "cpu"]),
-    DDPStrategy(device="cpu", devices=2),
-    TorchDDPStrategy(device="cpu", devices=2),
-    FusionStrategy(device="cpu", devices=2),
-    FSDPStrategy(device="cpu", devices=2),
-    PipelineStrategy(device="cpu", stages=2),
-]
+GROWN = {
+    **{name: {} for name in ("single", "dp")},
+    **{name: {"devices": 2} for name in ("ddp", "torch_ddp", "fusion", "fsdp")},
+    "pipeline": {"stages": 2},
+}
 
 
-@pytest.mark.parametrize("strategy", GROWN, ids=lambda strategy: type(strategy).__name__)
+@pytest.mark.parametrize("strategy", GROWN)
 @pytest.mark.parametrize(("how", "name"), [("add", "network.0.extra.weight"), ("replace", "network.0.weight")])
 def test_a_trained_parameter_added_while_training_is_refused_by_name(make_trainer, strategy, how, name):
     message = f"the parameter {name} was added or replaced while training"
-    if how == "replace" and isinstance(strategy, PipelineStrategy):  # whose other stage cannot read it to begin with
+    if how == "replace" and strategy == "pipeline":  # whose other stage cannot read it to begin with
         message = f"run.task.{name} is on stage 0, and this is stage 1"
-    elif how == "replace" and isinstance(strategy, FSDPStrategy):
+    elif how == "replace" and strategy == "fsdp":
         message = f"{name} is used as a whole, where each rank has a shard of it"
     with pytest.raises(UserError, match=message):
-        make_trainer(strategy, callbacks=[Grown(how)]).fit(Regression(), data())
+        make_trainer(on_cpu(strategy, **GROWN[strategy]), callbacks=[Grown(how)]).fit(Regression(), data())
 
 
 @pytest.mark.parametrize("how", ["freeze", "optimize"])

@@ -8,41 +8,20 @@ import resource
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from trainkit import Callback, Data, TaskModule, Trainer
+from tests.tasks import EachStep, Fitting, fit
+from trainkit import Data
 from trainkit.loops.worker import MALLOC_SETTINGS, keep_freed_memory
 from trainkit.testing import run_ranks
 
 
-class Large(TaskModule):
-    """54 MB of gradients in six tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(6)))
-
-    def training_step(self, batch):
-        return self.layers(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class PageFaults(Callback):
-    """Counts the page faults of each step."""
-
-    def __init__(self):
-        self.counts = []
-
-    def on_step_end(self, run):
-        self.counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-
-
 def page_faults_of_later_steps(folder):
-    faults = PageFaults()
-    trainer = Trainer(run_dir=folder, callbacks=[faults], loggers=[])
-    trainer.fit(Large(), Data(train=torch.randn(80, 1500), batch_size=2))
-    return faults.counts[-1] - faults.counts[9]
+    faults = EachStep(lambda run: resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    layers = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(6)))  # 54 MB of gradients
+    data = Data(train=TensorDataset(torch.randn(80, 1500)), batch_size=2)
+    fit("single", Fitting(layers), data, faults, run_dir=folder)
+    return faults.seen[-1] - faults.seen[9]
 
 
 needs_glibc = pytest.mark.skipif("CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="the C library is not glibc")

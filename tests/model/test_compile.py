@@ -14,20 +14,11 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.marks import EVERY_CASE, in_make_zoo
-from tests.tasks import Regression, assert_close, assert_same_bits, regression_data
+from tests.tasks import Fitting, Regression, assert_close, assert_same_bits, regression_data
 from trainkit import Data, TaskModule, Trainer
 from trainkit.errors import UserError
 from trainkit.model.compile import Compilation
 from trainkit.testing import run_ranks
-
-
-class NoForward(TaskModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def training_step(self, batch):
-        return (self.layer(batch[0]) - batch[1]).square().mean()
 
 
 class Backend:
@@ -77,7 +68,7 @@ def test_a_checkpoint_of_a_compiled_task_fits_the_plain_one(make_trainer, backen
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_without_a_forward_has_its_modules_compiled(make_trainer, backend):
-    task = NoForward()
+    task = Fitting(nn.Linear(4, 1))
     names = list(task.state_dict())
     Compilation().apply(task)
     task.training_step([torch.ones(2, 4), torch.ones(2, 1)]).backward()

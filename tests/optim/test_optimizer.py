@@ -13,7 +13,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
-from tests.tasks import Recorder, Regression, regression_data
+from tests.tasks import Fitting, Recorder, Regression, regression_data, seeded
 from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer, UserError
 from trainkit.optim.chained_optimizer import ChainedOptimizer
 from trainkit.testing import run_ranks
@@ -125,25 +125,14 @@ def test_frozen_and_unused_parameters_work(make_trainer):
 
 
 def test_sparse_gradients_are_trained_on(make_trainer):
-    class Words(TaskModule):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.Embedding(10, 2, sparse=True)
-
-        def training_step(self, batch):
-            return self.words(batch[0]).square().sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    task = Words()
-    before = task.words.weight.detach().clone()
+    task = Fitting(nn.Embedding(10, 2, sparse=True))
+    before = task.net.weight.detach().clone()
     data = Data(train=torch.utils.data.TensorDataset(torch.tensor([1, 2, 3, 1])), batch_size=4)
     make_trainer().fit(task, data)
     expected = before.clone()
-    expected[[2, 3]] *= 0.8
-    expected[1] *= 0.6
-    torch.testing.assert_close(task.words.weight.detach(), expected)
+    expected[[2, 3]] *= 1 - 0.2 / 8  # of eight numbers
+    expected[1] *= 1 - 0.4 / 8
+    torch.testing.assert_close(task.net.weight.detach(), expected)
 
 
 # ---- What is refused
@@ -283,21 +272,6 @@ def test_a_profiler_finds_the_optimizers_step_by_its_name(make_trainer):
     assert any(event.key.startswith("Optimizer.step#") for event in profile.key_averages())
 
 
-class Rows(TaskModule):
-    """Words used several times in a batch, whose gradient is dense or sparse."""
-
-    def __init__(self, *, sparse: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1)
-
-    def training_step(self, batch):
-        return (self.head(self.words(batch[0])) - batch[1]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 # ---- A fused SGD in 16 bits on the CPU
 
 
@@ -348,7 +322,11 @@ def test_a_fused_sgd_in_32_bits_trains(make_trainer):
 @pytest.mark.parametrize("limit", [{"max_grad_norm": 0.1}, {"max_grad_value": 0.02}])
 def test_sparse_gradients_are_clipped_as_dense_ones(make_trainer, limit):
     words, targets = torch.arange(24) % 5 // 2, torch.randn(24, 1)
-    trained = [Rows(sparse=sparse) for sparse in (False, True)]
+
+    def words_to_numbers(sparse):
+        return seeded(lambda: nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 1)))
+
+    trained = [Fitting(words_to_numbers(sparse)) for sparse in (False, True)]
     for task in trained:
         strategy = SingleStrategy(device="cpu", accumulate=2)
         trainer = make_trainer(strategy, max_duration="3step", precision="fp64", **limit)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import Recorder, Regression, assert_close, regression_data
-from trainkit import Callback, Data, UserError
+from tests.tasks import EachStep, Recorder, Regression, assert_close, regression_data, weights
+from trainkit import Data, UserError
 from trainkit.optim.precision import NAMES, Precision
 
 DATA = Data(train=regression_data(16), validation=regression_data(6, seed=1), batch_size=4)
@@ -140,24 +140,15 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_overflows_is_skipped_and_the_scale_is_halved(make_trainer, name, fused):
-    class Scales(Callback):
-        def __init__(self):
-            self.scales, self.weights = [], []
-
-        def on_step_end(self, run):
-            self.scales.append(run.precision.scaler.get_scale())
-            self.weights.append(run.task.network[0].weight.detach().clone())
-
-    scales, task = Scales(), Overflow(OPTIMIZERS[name])
+    scales = EachStep(lambda run: run.precision.scaler.get_scale())
+    trained, task = EachStep(lambda run: weights(run.task)["network.0.weight"]), Overflow(OPTIMIZERS[name])
     first = task.network[0].weight.detach().clone()
-    trainer = make_trainer(
-        precision="fp16-mixed", callbacks=[scales], max_duration="4step", fused_optimizer=fused, on_nonfinite="skip"
-    )
-    trainer.fit(task, DATA)
-    assert scales.scales == [2.0**15] * 4
-    assert torch.equal(scales.weights[0], first)
-    assert all(bool(torch.isfinite(weight).all()) for weight in scales.weights)
-    assert not torch.equal(scales.weights[1], first)
+    settings = {"precision": "fp16-mixed", "max_duration": "4step", "on_nonfinite": "skip"}
+    make_trainer(callbacks=[scales, trained], fused_optimizer=fused, **settings).fit(task, DATA)
+    assert scales.seen == [2.0**15] * 4
+    assert torch.equal(trained.seen[0], first)
+    assert all(bool(torch.isfinite(weight).all()) for weight in trained.seen)
+    assert not torch.equal(trained.seen[1], first)
 
 
 def test_a_schedule_of_every_step_works_if_the_first_step_overflows(make_trainer):

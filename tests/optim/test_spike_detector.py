@@ -1,11 +1,12 @@
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Data, TaskModule, Trainer, UserError
+from tests.tasks import Regression, adamw, flat
+from tests.tasks import fit as train
+from trainkit import Data, Trainer, UserError
 from trainkit.optim.optimizer import MEMORY_STEPS, WARM_UP_STEPS, SpikeDetector
 
 SPIKE = WARM_UP_STEPS + 4  # counted from 0
@@ -13,46 +14,30 @@ STEPS = WARM_UP_STEPS + 8
 BATCH = 4
 
 
-class Line(TaskModule):
-    def __init__(self, optimizer="fused"):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(3, 1)
-        self.optimizer = optimizer
+def line(optimizer="fused"):
+    return Regression(rmsprop if optimizer == "not fused" else adamw)
 
-    def training_step(self, batch):
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
-    def configure_optimizers(self):
-        kind = torch.optim.RMSprop if self.optimizer == "not fused" else torch.optim.AdamW
-        return kind(self.parameters(), lr=0.01)
+def rmsprop(task):
+    return torch.optim.RMSprop(task.parameters(), lr=0.01)
 
 
 def samples(spikes=(SPIKE,)):
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(STEPS * BATCH, 3, generator=generator)
+    x = torch.randn(STEPS * BATCH, 4, generator=generator)
     for step in spikes:
         x[step * BATCH : (step + 1) * BATCH] *= 1000
     return x, x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(len(x), 1, generator=generator)
 
 
 def fit(task, tmp_path, strategy=None, *, duration=f"{STEPS}step", resume=None, spikes=(SPIKE,), callbacks=()):
-    trainer = Trainer(
-        strategy or SingleStrategy(),
-        max_duration=duration,
-        run_dir=tmp_path,
-        loggers=[],
-        callbacks=list(callbacks),
-        log_every="1step",
-        skip_grad_norm_factor=10,
-    )
-    return trainer.fit(
-        task, Data(train=TensorDataset(*samples(spikes)), batch_size=BATCH, shuffle=False), resume=resume
-    )
+    data = Data(train=TensorDataset(*samples(spikes)), batch_size=BATCH, shuffle=False)
+    settings = {"max_duration": duration, "run_dir": tmp_path, "log_every": "1step", "skip_grad_norm_factor": 10}
+    return train(strategy or SingleStrategy(), task, data, *callbacks, resume=resume, **settings)
 
 
 def by_hand(*, skipped, optimizer="fused"):
-    task = Line(optimizer)
+    task = line(optimizer)
     steps = task.configure_optimizers()
     x, y = samples()
     for step in range(STEPS):
@@ -62,41 +47,37 @@ def by_hand(*, skipped, optimizer="fused"):
         steps.zero_grad()
         task.training_step((x[rows], y[rows])).backward()
         steps.step()
-    return weights(task)
-
-
-def weights(task):
-    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+    return flat(task)
 
 
 @pytest.mark.parametrize("optimizer", ["fused", "not fused"])
 def test_a_step_with_a_spike_changes_nothing(optimizer, tmp_path):
-    task = Line(optimizer)
+    task = line(optimizer)
     result = fit(task, tmp_path)
     expected = by_hand(skipped={SPIKE}, optimizer=optimizer)
-    torch.testing.assert_close(weights(task), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(flat(task), expected, rtol=0, atol=1e-6)
     assert not torch.allclose(expected, by_hand(skipped=set(), optimizer=optimizer), atol=1e-3)
     assert result.metrics["train/skipped_steps"] == 1
 
 
 def test_two_ranks_skip_the_same_step(tmp_path):
-    task = Line()
+    task = line()
     fit(task, tmp_path, DDPStrategy(devices=2))
-    torch.testing.assert_close(weights(task), by_hand(skipped={SPIKE}), rtol=0, atol=1e-5)
+    torch.testing.assert_close(flat(task), by_hand(skipped={SPIKE}), rtol=0, atol=1e-5)
 
 
 def test_a_resumed_run_keeps_the_average(tmp_path):
-    task = Line()
+    task = line()
     fit(task, tmp_path, duration=f"{SPIKE - 1}step", callbacks=["checkpoint"])
-    resumed = Line()
+    resumed = line()
     fit(resumed, tmp_path, resume=tmp_path)
-    whole = Line()
+    whole = line()
     fit(whole, tmp_path / "whole")
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(flat(resumed), flat(whole))
 
 
 def test_the_first_steps_are_never_spikes(tmp_path):
-    result = fit(Line(), tmp_path, spikes=(WARM_UP_STEPS - 1,))
+    result = fit(line(), tmp_path, spikes=(WARM_UP_STEPS - 1,))
     assert result.metrics["train/skipped_steps"] == 0
 
 
@@ -127,4 +108,4 @@ def test_a_factor_that_calls_usual_steps_spikes_is_refused(factor):
 def test_skip_grad_norm_factor_is_refused_with_fp16(tmp_path):
     trainer = Trainer(precision="fp16-mixed", skip_grad_norm_factor=10, run_dir=tmp_path, callbacks=[], loggers=[])
     with pytest.raises(UserError, match="fp16-mixed"):
-        trainer.fit(Line(), Data(train=TensorDataset(*samples()), batch_size=BATCH))
+        trainer.fit(line(), Data(train=TensorDataset(*samples()), batch_size=BATCH))

@@ -22,7 +22,8 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.equality import TASKS, ConvNet, Perceptron, images, largest_difference, make, numbers
 from tests.marks import in_make_zoo
-from trainkit import Callback, Data, Phase, Trainer, UserError
+from tests.tasks import EachStep, fit
+from trainkit import Callback, Data, Phase, UserError
 from trainkit.cli.main import Arguments, main
 from trainkit.cli.parity import parity
 from trainkit.errors import Stopped
@@ -575,15 +576,8 @@ def trained(strategy, name, *, num_samples, run_dir):
     """Return the weights after each of four steps; a global batch is 12 samples."""
     task, data = make(name, num_samples, batch_size=12)
     seen = WholeWeights()
-    Trainer(
-        strategy,
-        max_duration="4step",  # with 25 samples one after the short batch
-        evaluate_every=None,
-        callbacks=[seen],
-        loggers=[],
-        run_dir=run_dir,
-        num_sanity_batches=0,
-    ).fit(task, data)
+    # With 25 samples the last step comes after the short batch.
+    fit(strategy, task, data, seen, max_duration="4step", evaluate_every=None, run_dir=run_dir)
     return seen.steps
 
 
@@ -626,21 +620,13 @@ def test_every_strategy_has_the_weights_of_single_on_every_task_and_layout(num_r
     assert {key: value for key, value in found.items() if not value <= 1e-6} == {}
 
 
-class CountedBytes(Callback):
-    num_bytes = None
-
-    def on_step_end(self, run):
-        self.num_bytes = run.strategy.bytes_a_step
-
-
 def bytes_of_strategies(run_dir):
     """Return the bytes that a rank reports to send in a step, by strategy."""
     found = {}
     for strategy in (DDPStrategy(device="cpu"), TorchDDPStrategy(device="cpu"), FusionStrategy(device="cpu")):
-        counted = CountedBytes()
-        settings = {"max_duration": "1step", "evaluate_every": None, "num_sanity_batches": 0, "loggers": []}
-        Trainer(strategy, callbacks=[counted], run_dir=run_dir, **settings).fit(Perceptron(), perceptron_data())
-        found[type(strategy).__name__] = counted.num_bytes
+        counted = EachStep(lambda run: run.strategy.bytes_a_step)
+        fit(strategy, Perceptron(), perceptron_data(), counted, max_duration="1step", run_dir=run_dir)
+        found[type(strategy).__name__] = counted.seen[-1]
     return found
 
 

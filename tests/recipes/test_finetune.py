@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainkit.recipes.finetune import FineTune
 
-from trainkit import Trainer
+from tests.tasks import fit
 from trainkit.data.data import Data
 from trainkit.errors import UserError
 
@@ -32,9 +32,7 @@ def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_pa
     assert trained and all("lora_" in name for name in trained)
     layers = [module for module in task.modules() if isinstance(module, LoraLayer)]
     assert len(layers) == 2 * 4  # four linear layers in each of two blocks, and not the last one
-    Trainer(max_duration="4step", callbacks=[], loggers=[], run_dir=tmp_path).fit(
-        task, Data(train=_Rows(), batch_size=8)
-    )
+    fit("single", task, Data(train=_Rows(), batch_size=8), max_duration="4step", run_dir=tmp_path)
     changed = {name for name, tensor in task.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == trained
     tokens = torch.arange(6)[None]

@@ -7,46 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from trainkit.callbacks.checkpoint import Checkpoint
 
-from tests.tasks import Regression, assert_same_bits, regression_data
-from trainkit import Callback, Data, Trainer
+from tests.tasks import AtStep, EachStep, Regression, assert_same_bits, data, sgd, wait_for_saves, weights
+from trainkit import Trainer
 from trainkit.checkpoint.background_save import CpuSnapshot
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
 from trainkit.errors import CheckpointError
 from trainkit.loops.checkpointer import Checkpointer
-
-
-class Weights(Callback):
-    """Keeps the weights of every step, and the last step that was made."""
-
-    def __init__(self) -> None:
-        self.after: dict[int, dict[str, torch.Tensor]] = {}
-        self.last = 0
-
-    def on_step_end(self, run: Any) -> None:
-        self.last = run.state.step
-        self.after[run.state.step] = {name: tensor.clone() for name, tensor in run.task.state_dict().items()}
-
-
-class At(Callback):
-    """Calls a function after a step, before the callbacks behind it."""
-
-    def __init__(self, step: int, function: Callable[[], object]) -> None:
-        self.step, self.function = step, function
-
-    def on_step_end(self, run: Any) -> None:
-        if run.state.step == self.step:
-            self.function()
-
-
-def data() -> Data:
-    return Data(train=regression_data(40), validation=regression_data(8, seed=1), batch_size=4)
-
-
-def momentum(task: Any) -> Any:
-    return torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
 
 
 def entries(trainer: Trainer) -> list[tuple[int, str, dict[str, float]]]:
@@ -69,12 +37,6 @@ def wait_for(event: threading.Event) -> None:
     assert event.wait(600), "training did not go on while the checkpoint was written"
 
 
-def wait_for_writer() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("checkpoint-"):
-            thread.join(120)
-
-
 @pytest.mark.parametrize("kept", [1, 3, None])
 def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, monkeypatch, kept):
     slowly(monkeypatch, lambda step: time.sleep(0.2 if step <= 4 else 0.0))
@@ -89,35 +51,32 @@ def test_the_same_checkpoints_are_kept_as_without_a_background(make_trainer, mon
             async_save=background,
         )
         trainer = make_trainer(callbacks=[checkpoint], max_duration="20step", evaluate_every="2step")
-        trainer.fit(Regression(), data())
+        trainer.fit(Regression(), data(40, batch_size=4))
         saved.append(entries(trainer))
     assert saved[0] == saved[1]
     assert saved[0][-1][:2] == (20, "end")
     assert any(reason == "best" for _, reason, _ in saved[0])
 
 
-class SaveAt(Callback):
-    """Saves in the background after a step."""
+def save_at(step: int) -> AtStep:
+    return AtStep(step, lambda run: run.checkpointer.save(reason="test", background=True))
 
-    def __init__(self, step: int) -> None:
-        self.step = step
 
-    def on_step_end(self, run: Any) -> None:
-        if run.state.step == self.step:
-            run.checkpointer.save(reason="test", background=True)
+def kept_weights() -> EachStep:
+    return EachStep(lambda run: weights(run.task))
 
 
 def test_a_checkpoint_has_the_weights_of_its_step_although_training_continues(make_trainer, monkeypatch):
     went_on = threading.Event()
     slowly(monkeypatch, lambda step: wait_for(went_on))
-    weights = Weights()
-    callbacks = [weights, SaveAt(2), At(5, went_on.set), SaveAt(7)]
+    kept = kept_weights()
+    callbacks = [kept, save_at(2), AtStep(5, lambda run: went_on.set()), save_at(7)]
     trainer = make_trainer(callbacks=callbacks, max_duration="10step", evaluate_every=None)
-    trainer.fit(Regression(momentum), data())
+    trainer.fit(Regression(sgd), data(40, batch_size=4))
     store = CheckpointStore(trainer.run_dir / "checkpoints")
     assert [entry.step for entry in store.entries()] == [2, 7]
     for entry in store.entries():
-        assert_same_bits(store.load(entry)["task"], weights.after[entry.step])
+        assert_same_bits(store.load(entry)["task"], kept.seen[entry.step - 1])
 
 
 def test_an_error_of_the_writer_is_raised_after_the_next_step(make_trainer, monkeypatch):
@@ -126,12 +85,12 @@ def test_an_error_of_the_writer_is_raised_after_the_next_step(make_trainer, monk
             raise CheckpointError("the disk is full")
 
     slowly(monkeypatch, full)
-    weights = Weights()
-    callbacks = [weights, At(5, wait_for_writer), Checkpoint(every="2step", async_save=True, max_retries=0)]
+    kept = kept_weights()
+    callbacks = [kept, AtStep(5, wait_for_saves), Checkpoint(every="2step", async_save=True, max_retries=0)]
     trainer = make_trainer(callbacks=callbacks, max_duration="20step")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        trainer.fit(Regression(momentum), data())
-    assert weights.last == 5
+        trainer.fit(Regression(sgd), data(40, batch_size=4))
+    assert len(kept.seen) == 5
     assert [step for step, _, _ in entries(trainer)] == [2]
 
 
@@ -144,33 +103,34 @@ def test_an_error_of_the_last_save_is_raised_too(make_trainer, monkeypatch):
     slowly(monkeypatch, full)
     trainer = make_trainer(callbacks=[Checkpoint(every="5step", async_save=True)], max_duration="10step")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        trainer.fit(Regression(momentum), data())
+        trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert [step for step, _, _ in entries(trainer)] == [5]
 
 
 def test_the_end_of_training_waits_for_the_save(make_trainer, monkeypatch):
     slowly(monkeypatch, lambda step: time.sleep(0.2))
     trainer = make_trainer(callbacks=[Checkpoint(every="10step", async_save=True)], max_duration="10step")
-    trainer.fit(Regression(momentum), data())
+    trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert [step for step, _, _ in entries(trainer)] == [10]
 
 
 def test_an_exception_leaves_the_last_complete_step(make_trainer):
-    def fail() -> None:
+    def fail(run: Any) -> None:
         raise RuntimeError("broken")
 
-    trainer = make_trainer(callbacks=[At(7, fail), Checkpoint(every="5step", async_save=True)], max_duration="10step")
+    callbacks = [AtStep(7, fail), Checkpoint(every="5step", async_save=True)]
+    trainer = make_trainer(callbacks=callbacks, max_duration="10step")
     with pytest.raises(RuntimeError, match="broken"):
-        trainer.fit(Regression(momentum), data())
+        trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert [(step, reason) for step, reason, _ in entries(trainer)] == [(7, "exception")]
 
 
 def test_a_run_resumed_from_a_background_save_is_bit_equal(make_trainer):
-    whole, resumed = Regression(momentum, hidden=8, dropout=0.5), Regression(momentum, hidden=8, dropout=0.5)
-    make_trainer(max_duration="15step").fit(whole, data())
+    whole, resumed = Regression(sgd, hidden=8, dropout=0.5), Regression(sgd, hidden=8, dropout=0.5)
+    make_trainer(max_duration="15step").fit(whole, data(40, batch_size=4))
     trainer = make_trainer(callbacks=[Checkpoint(every="3step", async_save=True)], max_duration="7step")
-    trainer.fit(Regression(momentum, hidden=8, dropout=0.5), data())
-    make_trainer(max_duration="15step").fit(resumed, data(), resume=trainer.run_dir)
+    trainer.fit(Regression(sgd, hidden=8, dropout=0.5), data(40, batch_size=4))
+    make_trainer(max_duration="15step").fit(resumed, data(40, batch_size=4), resume=trainer.run_dir)
     assert_same_bits(resumed, whole)
 
 
@@ -184,7 +144,7 @@ def test_memory_for_the_first_save_is_ready_before_it(make_trainer, monkeypatch)
 
     monkeypatch.setattr(CpuSnapshot, "take", noted)
     trainer = make_trainer(callbacks=[Checkpoint(every="4step", async_save=True)], max_duration="4step")
-    trainer.fit(Regression(momentum), data())
+    trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert {"task.network.0.weight", "optimizer.state.0.momentum_buffer"} <= ready[0]
 
 
@@ -196,8 +156,8 @@ def test_one_save_at_most_is_in_flight(make_trainer, monkeypatch):
         time.sleep(0.05)
 
     slowly(monkeypatch, noted)
-    trainer = make_trainer(callbacks=[SaveAt(step) for step in range(2, 7)], max_duration="8step")
-    trainer.fit(Regression(momentum), data())
+    trainer = make_trainer(callbacks=[save_at(step) for step in range(2, 7)], max_duration="8step")
+    trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert running == [1] * 5
     store = CheckpointStore(trainer.run_dir / "checkpoints")
     assert [entry.step for entry in store.entries()] == [2, 3, 4, 5, 6]
@@ -209,11 +169,11 @@ def test_an_error_of_the_writer_is_raised_by_the_next_save(make_trainer, monkeyp
             raise CheckpointError("the disk is full")
 
     slowly(monkeypatch, full)
-    weights = Weights()
-    trainer = make_trainer(callbacks=[weights, SaveAt(2), SaveAt(4)], max_duration="8step")
+    kept = kept_weights()
+    trainer = make_trainer(callbacks=[kept, save_at(2), save_at(4)], max_duration="8step")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        trainer.fit(Regression(momentum), data())
-    assert weights.last == 4
+        trainer.fit(Regression(sgd), data(40, batch_size=4))
+    assert len(kept.seen) == 4
 
 
 def test_a_save_that_failed_is_tried_again_once(make_trainer, monkeypatch):
@@ -228,11 +188,11 @@ def test_a_save_that_failed_is_tried_again_once(make_trainer, monkeypatch):
     slowly(monkeypatch, lambda step: time.sleep(0.2))
     checkpoint = Checkpoint(every="4step", async_save=True, save_last_k=None, retry_every="1step")
     trainer = make_trainer(callbacks=[checkpoint], max_duration="10step")
-    trainer.fit(Regression(momentum), data())
+    trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert [(step, reason) for step, reason, _ in entries(trainer)] == [(5, "retry"), (8, "interval"), (10, "end")]
 
 
 def test_no_thread_outlives_a_run(make_trainer):
     trainer = make_trainer(callbacks=[Checkpoint(every="2step", async_save=True)], max_duration="10step")
-    trainer.fit(Regression(momentum), data())
+    trainer.fit(Regression(sgd), data(40, batch_size=4))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-")]

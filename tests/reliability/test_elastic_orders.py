@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import assert_same_bits
-from trainkit import Callback, Data, Mixture, TaskModule, Trainer
+from tests.tasks import Regression, adamw, assert_same_bits, fit
+from trainkit import Callback, Data, Mixture
 from trainkit.testing import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -80,20 +80,17 @@ def data(kind: str) -> Data:
     return Data(train=Stream(), batch_size=BATCH)
 
 
-class Regression(TaskModule):
+class Reading(Regression):
+    """Notes the samples that it is trained on."""
+
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        super().__init__(adamw, hidden=8)
         self.read: list[int] = []
 
     def training_step(self, batch: Any) -> Any:
         indices, inputs = batch
         self.read += indices.tolist()
-        return (self.net(inputs).squeeze(1) - inputs.sum(dim=1).sin()).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return super().training_step((inputs, inputs.sum(1, keepdim=True).sin()))
 
 
 class Notes(Callback):
@@ -112,9 +109,9 @@ class Notes(Callback):
 def train(
     strategy: Any, kind: str, run_dir: Path, *, save_after: int | None = None, resume: Path | None = None
 ) -> tuple[dict[str, Tensor], Reads]:
-    task, notes = Regression(), Notes(save_after)
-    trainer = Trainer(strategy, max_duration="3epoch", callbacks=[notes], loggers=[], run_dir=run_dir, report=False)
-    trainer.fit(task, data(kind), resume=resume)
+    task, notes = Reading(), Notes(save_after)
+    settings = {"max_duration": "3epoch", "run_dir": run_dir, "report": False}
+    fit(strategy, task, data(kind), notes, resume=resume, **settings)
     return dict(task.state_dict()), notes.reads
 
 

@@ -21,7 +21,8 @@ from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer
+from tests.tasks import StopAt, assert_same_bits, fit
+from trainkit import Callback, Data, LRSchedule, TaskModule
 from trainkit.checkpoint.store import load_from
 from trainkit.testing import run_ranks
 
@@ -87,29 +88,14 @@ class Notes(Callback):
         self.weights = {name: tensor.clone() for name, tensor in whole.items()}
 
 
-class StopAt(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Any) -> None:
-        if run.state.step == self.step:
-            run.checkpointer.save(reason="test")
-            run.request_stop("test")
-
-
 def train(
     strategy: Any, run_dir: Path, *, stop: int | None = None, dropout: float = 0.0, resume: bool = False
 ) -> tuple[Weights, Reads]:
     """Train three epochs, or go on with them, and return the weights and what this rank read."""
     notes = Notes()
-    trainer = Trainer(
-        strategy,
-        max_duration="3epoch",
-        callbacks=[notes] if stop is None else [notes, StopAt(stop)],
-        loggers=[],
-        run_dir=run_dir,
-    )
-    trainer.fit(Regression(dropout=dropout), Data(train=Samples(), batch_size=12), resume=run_dir if resume else None)
+    callbacks = [notes] if stop is None else [notes, StopAt(stop)]
+    settings = {"max_duration": "3epoch", "run_dir": run_dir, "resume": run_dir if resume else None}
+    fit(strategy, Regression(dropout=dropout), Data(train=Samples(), batch_size=12), *callbacks, **settings)
     return notes.weights, notes.reads
 
 
@@ -132,10 +118,6 @@ def assert_close(actual: Weights, expected: Weights) -> None:
         torch.testing.assert_close(
             tensor, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at} {text}"
         )
-
-
-def assert_same_bits(actual: Weights, expected: Weights) -> None:
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 # ---- On three ranks

@@ -14,24 +14,13 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Callback, Data, TaskModule, Trainer
+from tests.tasks import Fitting
+from trainkit import Callback, Data, Trainer
 from trainkit.checkpoint.background_save import CpuSnapshot, save_shards
 from trainkit.checkpoint.serialization import Labels
 from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import CheckpointError, UserError
-
-
-class Wide(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 100_000)
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_training_continues_while_the_disk_is_full_and_saves_when_there_is_room(small_disk: Path) -> None:
@@ -46,7 +35,7 @@ def test_training_continues_while_the_disk_is_full_and_saves_when_there_is_room(
 
     callbacks = [Cleaner(), Checkpoint(every="2step", save_last_k=None, retry_every="1step")]
     trainer = Trainer(callbacks=callbacks, loggers=[], run_dir=small_disk, report=False)
-    trainer.fit(Wide(), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
+    trainer.fit(Fitting(nn.Linear(1, 100_000)), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
     assert [entry.step for entry in CheckpointStore(small_disk / "checkpoints").entries()] == [5, 6, 8]
 
 
@@ -104,6 +93,6 @@ def test_open_files_that_are_used_up_are_named(
 ) -> None:
     trainer = make_trainer(callbacks=[UseUpOpenFiles(fails=first), *then])
     with pytest.raises(RuntimeError if first else UserError, match=message) as caught:
-        trainer.fit(Wide(), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
+        trainer.fit(Fitting(nn.Linear(1, 100_000)), Data(train=TensorDataset(torch.ones(8, 1)), batch_size=1))
     advice = r"\(a process may have \d+\); type ulimit -n 65536 or lower data\.num_workers\."
     assert search(advice, caplog.text if first else str(caught.value))

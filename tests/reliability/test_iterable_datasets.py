@@ -7,27 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from trainkit.strategies.ddp import DDPStrategy
-from trainkit.strategies.dp import DataParallelStrategy
-from trainkit.strategies.fsdp.strategy import FSDPStrategy
-from trainkit.strategies.fusion import FusionStrategy
-from trainkit.strategies.pipeline.strategy import PipelineStrategy
-from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.equality import Perceptron
+from tests.tasks import on_cpu
 from trainkit import Callback, Data, Trainer
 from trainkit.testing import run_ranks
 
 LENGTHS = {"shards": [9, 3, 8, 6], "one shard": [0, 9]}
 """Samples of each shard: the last global batches, or all of them, have samples of one rank only."""
-STRATEGIES: dict[str, Any] = {
-    "ddp": DDPStrategy,
-    "torch_ddp": TorchDDPStrategy,
-    "fusion": FusionStrategy,
-    "fsdp": FSDPStrategy,
-    "pipeline": lambda **settings: PipelineStrategy(stages=2, **settings),
-    "pipeline with replicas": lambda **settings: PipelineStrategy(stages=1, replicas=2, **settings),
+STRATEGIES: dict[str, tuple[str, dict[str, int]]] = {
+    **{name: (name, {}) for name in ("ddp", "torch_ddp", "fusion", "fsdp")},
+    "pipeline": ("pipeline", {"stages": 2}),
+    "pipeline with replicas": ("pipeline", {"stages": 1, "replicas": 2}),
 }
 
 
@@ -110,9 +101,10 @@ def fit(
 def fit_on_ranks(name: str, folder: Path) -> dict[str, Any]:
     several = 2 if name == "ddp" else 0  # other strategies read by the same loader
     num_workers = {**dict.fromkeys(LENGTHS, several), "batches": several // 2}
+    kind_of_strategy, settings = STRATEGIES[name]
     return {
-        kind: fit(STRATEGIES[name](device="cpu"), folder / kind, kind=kind, num_workers=num_workers[kind])
-        for kind in num_workers
+        kind: fit(on_cpu(kind_of_strategy, **settings), folder / kind, kind=kind, num_workers=number)
+        for kind, number in num_workers.items()
     }
 
 
@@ -126,7 +118,7 @@ def assert_same(one: Any, other: Any) -> None:
 def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Weights, metrics and samples by kind of dataset."""
     folder = tmp_path_factory.mktemp("one")
-    return {kind: fit(SingleStrategy(device="cpu"), folder / kind, kind=kind) for kind in (*LENGTHS, "batches")}
+    return {kind: fit(on_cpu("single"), folder / kind, kind=kind) for kind in (*LENGTHS, "batches")}
 
 
 @pytest.mark.slow
@@ -134,7 +126,7 @@ def of_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_replicas_train_an_iterable_dataset_to_the_weights_of_one(
     kind: str, of_one_device: dict[str, Any], tmp_path: Path
 ) -> None:
-    replicas = fit(DataParallelStrategy(devices=["cpu", "cpu"]), tmp_path / "dp", kind=kind)
+    replicas = fit(on_cpu("dp"), tmp_path / "dp", kind=kind)
     assert_same(replicas, of_one_device[kind])
 
 
@@ -149,13 +141,13 @@ def test_two_ranks_train_every_iterable_dataset_to_the_weights_of_one(
 
 
 def go_on(folder: Path, name: str, until: str, resume: str) -> Any:
-    strategy = DDPStrategy(device="cpu")
+    strategy = on_cpu("ddp")
     return fit(strategy, folder / name, kind="shards", num_workers=2, until=until, resume=folder / resume)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_one_rank_on_two_and_then_on_three(tmp_path: Path) -> None:
-    single = SingleStrategy(device="cpu")
+    single = on_cpu("single")
     whole = fit(single, tmp_path / "whole", kind="shards")
     assert sum(LENGTHS["shards"]) == 26 and whole[2] == [4, 8, 12, 16, 20, 24, 26, 30, 34, 38, 42, 46, 50, 52]
     fit(single, tmp_path / "one", kind="shards", num_workers=1, until="3step")

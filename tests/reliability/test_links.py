@@ -24,7 +24,9 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from benchmarks.hosts import Hosts, become_bridge, why_no_hosts
-from trainkit import Callback, Data, TaskModule, Trainer, registry
+from tests.tasks import Fitting, seeded
+from tests.tasks import fit as train
+from trainkit import Callback, Data, registry
 from trainkit.errors import RemoteRankError
 
 TIMEOUT, CUT_SECONDS, CUT_AT, STEPS = 12, 5, 3, 6
@@ -36,19 +38,6 @@ LIMIT_SECONDS = 400
 PORT, RENDEZVOUS, NOBODY = 29401, "torch.rendezvous.links", b"Y2FuaW1hZGFt"  # torch's key of the hosts that are there
 RAY = "10.77.0.1:6379"
 STRATEGIES = ["ddp", "fusion", "fsdp", "torch_ddp", "pipeline"]
-
-
-class Regression(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 1))
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class NoteStart(Callback):
@@ -80,11 +69,11 @@ class WaitForCut(Callback):
 
 def fit(strategy: Any, run_dir: Path, *callbacks: Callback, resume: str | None = None) -> list[list[float]]:
     """Train, and return the weights of the last layer."""
-    task = Regression()
-    samples = torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
-    settings: dict[str, Any] = {"callbacks": [*callbacks], "loggers": [], "report": False, "num_sanity_batches": 0}
-    trainer = Trainer(strategy, max_duration=f"{STEPS}step", precision="fp64", run_dir=run_dir, **settings)
-    trainer.fit(task, Data(train=TensorDataset(samples), batch_size=8), resume=resume)
+    layers = seeded(lambda: nn.Sequential(*(nn.Linear(400, width) for width in (400, 400, 1))))
+    task, samples = Fitting(layers), torch.randn(64, 400, generator=torch.Generator().manual_seed(0))
+    settings = {"max_duration": f"{STEPS}step", "precision": "fp64", "run_dir": run_dir, "report": False}
+    data = Data(train=TensorDataset(samples), batch_size=8)
+    train(strategy, task, data, *callbacks, resume=resume, **settings)
     weights: list[list[float]] = task.net[-1].weight.tolist()
     return weights
 

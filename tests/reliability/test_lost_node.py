@@ -9,34 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed import run as torchrun
-from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.program import Program, wait_until
-from trainkit import Callback, Data, Strategy, TaskModule, Trainer
+from tests.tasks import Regression, adamw, fit, regression_data
+from trainkit import Callback, Data, Strategy
 from trainkit.checkpoint.store import load_from
 
 LOST_AT = 7
 RENDEZVOUS, NOBODY = "torch.rendezvous.lost", b"Y2FuaW1hZGFt"  # torch's key of the machines that are there
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Regression(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def training_step(self, batch: Any) -> Any:
-        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class NoteStart(Callback):
@@ -57,16 +43,10 @@ class LoseMachine(Callback):
 
 
 def train(run_dir: Path, strategy: Strategy, *callbacks: Callback) -> None:
-    inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-    trainer = Trainer(
-        strategy,
-        max_duration="3epoch",
-        callbacks=[NoteStart(), *callbacks, Checkpoint(every="3step")],
-        loggers=[],
-        run_dir=run_dir,
-    )
-    data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
-    trainer.fit(Regression(), data, resume="auto")
+    data = Data(train=regression_data(30), batch_size=8)
+    callbacks = (NoteStart(), *callbacks, Checkpoint(every="3step"))
+    settings = {"max_duration": "3epoch", "run_dir": run_dir, "resume": "auto"}
+    fit(strategy, Regression(adamw, hidden=16), data, *callbacks, **settings)
 
 
 def agent(machine: str, port: int, run_dir: Path, log: Path) -> Program:

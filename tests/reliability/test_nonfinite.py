@@ -12,7 +12,8 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from trainkit import Data, TaskModule, Trainer, UserError
+from tests.tasks import Fitting, fit
+from trainkit import Data, Trainer, UserError
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import NonFiniteLoss
 from trainkit.testing import run_ranks
@@ -20,16 +21,8 @@ from trainkit.testing import run_ranks
 NUM_SAMPLES = 22  # five batches of 4 and one of 2
 
 
-class Regression(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Linear(1, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        return self.network(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+def still(task: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(task.parameters(), lr=0.0)
 
 
 def report_of(strategy: Any, bad: int, log_every: str) -> str:
@@ -40,9 +33,8 @@ def report_of(strategy: Any, bad: int, log_every: str) -> str:
             return (torch.tensor([float("inf")]),) if index == bad else super().__getitem__(index)
 
     data = Data(train=Samples(torch.ones(NUM_SAMPLES, 1)), batch_size=4)
-    trainer = Trainer(strategy, max_duration="3epoch", log_every=log_every, callbacks=[], loggers=[])
     with pytest.raises(NonFiniteLoss) as caught:
-        trainer.fit(Regression(), data)
+        fit(strategy, Fitting(nn.Linear(1, 1), still), data, max_duration="3epoch", log_every=log_every)
     return str(caught.value)
 
 
@@ -50,11 +42,11 @@ def on_two_ranks(bad: int) -> str:
     return report_of(DDPStrategy(device="cpu"), bad, "4step")
 
 
-class Summing(Regression):
+class Summing(Fitting):
     """Keeps a sum of its inputs, on which its loss does not depend."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.register_buffer("sum", torch.zeros(()))
 
     def training_step(self, batch: Any) -> Any:
@@ -75,7 +67,7 @@ def of_one_rank_alone() -> list[str]:
     inputs = torch.ones(NUM_SAMPLES, 1)
     inputs[5] = float("inf")  # in step 2, on rank 1
     told = []
-    for task in (Regression(), Summing()):
+    for task in (kind(nn.Linear(1, 1), still) for kind in (Fitting, Summing)):
         strategy = DDPStrategy(device="cpu", broadcast_buffers=False, timeout_seconds=120)
         callbacks = [Checkpoint(every="1step", save_last_k=None)]
         trainer = Trainer(strategy, log_every="5step", callbacks=callbacks, loggers=[], run_dir=type(task).__name__)
@@ -84,7 +76,7 @@ def of_one_rank_alone() -> list[str]:
         told.append(str(caught.value))
     loader = DataLoader(TensorDataset(inputs), batch_size=4, sampler=Unseeded())
     with pytest.raises(UserError) as refused:
-        Trainer(DDPStrategy(device="cpu"), callbacks=[], loggers=[]).fit(Regression(), Data(train=loader))
+        fit(DDPStrategy(device="cpu"), Fitting(nn.Linear(1, 1), still), Data(train=loader))
     return [*told, str(refused.value)]
 
 
@@ -121,5 +113,5 @@ def test_what_one_rank_alone_has_before_a_save_all_ranks_refuse():
     assert "at step 2 on rank 1 (samples 5, 7). Lower" in loss
     assert buffer.startswith("step 2 left sum not finite")
     assert "the sampler Unseeded draws another order on each rank" in sampler
-    for run_dir in ("Regression", "Summing"):
+    for run_dir in ("Fitting", "Summing"):
         assert [entry.step for entry in CheckpointStore(f"{run_dir}/checkpoints").entries()] == [1]

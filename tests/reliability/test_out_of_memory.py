@@ -19,6 +19,7 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.tasks import Recorder, assert_close, assert_same_bits
+from tests.tasks import fit as train
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.loops.oom import resplit
@@ -188,10 +189,7 @@ def test_a_resumed_run_starts_with_the_size_that_fits():
     settings = {"callbacks": [Checkpoint()], "max_duration": "2step"}
     fit(SingleStrategy(device="cpu", micro_batch_size="auto"), first, **settings)
     again, whole = Large(5), Large(5)
-    trainer = Trainer(
-        SingleStrategy(device="cpu", micro_batch_size="auto"), max_duration="5step", callbacks=[], loggers=[]
-    )
-    trainer.fit(again, data(), resume="run")
+    train(SingleStrategy(device="cpu", micro_batch_size="auto"), again, data(), resume="run", max_duration="5step")
     assert max(again.sizes) == 4
     fit(SingleStrategy(device="cpu", micro_batch_size=4), whole, max_duration="5step", run_dir="whole")
     assert_same_bits(again, whole)

@@ -6,33 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
 from tests.program import Program
-from trainkit import Callback, Data, TaskModule, Trainer
+from tests.tasks import Regression, adamw, fit, regression_data
+from trainkit import Callback, Data
 from trainkit.checkpoint.sharded_state import in_memory
 from trainkit.checkpoint.store import load_from
 from trainkit.distributed.fork_server import start_fork_server
 from trainkit.testing import run_ranks
 
 ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Regression(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 1))
-
-    def training_step(self, batch: Any) -> Any:
-        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class NoteStart(Callback):
@@ -52,21 +38,14 @@ class KillInTurn(Callback):
 
 
 def train(run_dir: Path, kind: str, *callbacks: Callback) -> None:
-    inputs = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-    data = Data(train=TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
     strategy: Any = DDPStrategy(device="cpu")
     if kind != "ddp":
         from trainkit.strategies.fsdp.strategy import FSDPStrategy  # a second for each of the processes
 
         strategy = FSDPStrategy(device="cpu", units=["Linear"])
-    trainer = Trainer(
-        strategy,
-        max_duration="3epoch",
-        callbacks=[NoteStart(), *callbacks, Checkpoint(every="3step", sharded=kind == "fsdp, sharded")],
-        loggers=[],
-        run_dir=run_dir,
-    )
-    trainer.fit(Regression(), data, resume="auto")
+    task, data = Regression(adamw, hidden=16, dropout=0.3), Data(train=regression_data(30), batch_size=8)
+    callbacks = (NoteStart(), *callbacks, Checkpoint(every="3step", sharded=kind == "fsdp, sharded"))
+    fit(strategy, task, data, *callbacks, max_duration="3epoch", run_dir=run_dir, resume="auto")
 
 
 def launch(*arguments: object) -> None:

@@ -14,7 +14,7 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import assert_same_bits
+from tests.tasks import SkipStep, assert_same_bits
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.checkpoint.store import load_from
 from trainkit.errors import CheckpointError, NonFiniteLoss
@@ -75,20 +75,10 @@ def trainer(run_dir: str, strategy: Any = None, **settings: Any) -> Trainer:
     return Trainer(strategy or SingleStrategy(device="cpu"), run_dir=run_dir, **chosen)
 
 
-class Lists(Callback):
-    """Lists a step to be skipped before training begins."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_fit_start(self, run: Any) -> None:
-        run.state.skipped_steps.add(self.step)
-
-
 def listed(run_dir: str, strategy: Any = None, **settings: Any) -> Any:
     """Return the task of a run that skipped the step of the bad sample from the start."""
     task = Regression()
-    trainer(run_dir, strategy, callbacks=[Lists(step_of(7))], **settings).fit(task, data(7))
+    trainer(run_dir, strategy, callbacks=[SkipStep(step_of(7))], **settings).fit(task, data(7))
     return task
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import FakeRank, Regression, StopAt, assert_close, assert_same_bits, regression_data
+from tests.tasks import FakeRank, Regression, StopAt, assert_close, assert_same_bits, regression_data, sgd
 from trainkit import Data
 from trainkit.data.loader import open_loader
 from trainkit.data.order import sample_seed
@@ -98,13 +98,9 @@ def test_evaluation_augments_every_time_alike():
         assert {tuple(row) for m in loader.batches() for row in m.batch.tolist()} == expected(0)
 
 
-def momentum(task):
-    return torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
-
-
 def test_augmented_runs_are_equal_with_workers_without_and_when_resumed(make_trainer):
     def fit(*, workers=0, strategy=None, stop=None, resume=None):
-        task = Regression(momentum, hidden=8)
+        task = Regression(sgd, hidden=8)
         callbacks = [] if stop is None else [StopAt(stop)]
         trainer = make_trainer(strategy, max_duration="2epoch", callbacks=callbacks)
         trainer.fit(task, Data(train=Noisy(), batch_size=4, num_workers=workers), resume=resume)
@@ -115,7 +111,7 @@ def test_augmented_runs_are_equal_with_workers_without_and_when_resumed(make_tra
     _, run_dir = fit(workers=1, stop=7)
     assert_same_bits(fit(resume=run_dir)[0], whole)
     assert_close(fit(resume=run_dir, strategy=SingleStrategy(device="cpu", accumulate=2))[0], whole)
-    plain = Regression(momentum, hidden=8)
+    plain = Regression(sgd, hidden=8)
     make_trainer(max_duration="2epoch").fit(plain, Data(train=regression_data(NUM_SAMPLES), batch_size=4))
     with pytest.raises(AssertionError):
         assert_close(plain, whole)

@@ -21,6 +21,7 @@ from trainkit.strategies.fusion import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.tasks import wait_for_saves
 from trainkit import Callback, Data, Stopped, Strategy, TaskModule, Trainer, UserError
 from trainkit.checkpoint import shard_files
 from trainkit.checkpoint import store as store_module
@@ -103,7 +104,7 @@ def saved_on_two_ranks(folder: Path) -> list[str]:
             fit(folder / "failed", fusion(), 8, sharded=True)
         except UserError as error:
             errors.append(str(error))
-        failing = Steps({9: wait_for_threads})
+        failing = Steps({9: wait_for_saves})
         try:
             fit(folder / "failed", fusion(), 12, first=[failing], sharded=True, async_save=True, max_retries=0)
         except UserError as error:
@@ -120,12 +121,6 @@ class Steps(Callback):
     def on_step_end(self, run: Any) -> None:
         self.last = run.state.step
         self.functions.get(self.last, int)()
-
-
-def wait_for_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("checkpoint-"):
-            thread.join(120)
 
 
 def save_in_background(folder: Path) -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
 from tests.program import wait_until
+from tests.tasks import Regression, regression_data, sgd
 from trainkit import Callback, Data, LRSchedule, TaskModule, Trainer
 from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.errors import Stopped
@@ -28,35 +28,29 @@ STEPS_WITH_EVALUATIONS = 30  # every third step has one, which stops all ranks a
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
-class Regression(TaskModule):
+def on_plateau(task: nn.Module) -> Any:
+    optimizer = sgd(task)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=1e9)
+    return optimizer, LRSchedule(plateau, every="metric", metric="validation/loss")
+
+
+class Interrupted(Regression):
     """Receives a signal in a batch of an evaluation, on one rank."""
 
     def __init__(self, *, receiver: int = -1, number: int = 0, evaluation: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.network = nn.Linear(4, 1)
+        super().__init__(on_plateau)
         self.receiver, self.number, self.evaluation = receiver, number, evaluation
         self.batches = 0
-
-    def training_step(self, batch: Any) -> Any:
-        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
 
     def validation_step(self, batch: Any) -> Any:
         self.batches += 1
         if dist.get_rank() == self.receiver and self.batches == 3 * self.evaluation - 1:
             os.kill(os.getpid(), self.number)
-        return nn.functional.mse_loss(self.network(batch[0]), batch[1])
-
-    test_step = validation_step
+        return super().validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:
         self.validation_step(batch)
         return batch[1]
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=1e9)
-        return optimizer, LRSchedule(plateau, every="metric", metric="validation/loss")
 
 
 class SendAt(Callback):
@@ -79,14 +73,8 @@ class InSave(SendAt):
             os.kill(os.getpid(), self.number)
 
 
-class Compiled(Regression):
+class Compiled(Interrupted):
     """Receives a signal on one rank while its forward is compiled."""
-
-    def forward(self, inputs: Any) -> Any:
-        return self.network(inputs)
-
-    def training_step(self, batch: Any) -> Any:
-        return nn.functional.mse_loss(self(batch[0]), batch[1])
 
     def compile(self, *args: Any, **settings: Any) -> None:
         super().compile(backend=compile_slowly)
@@ -103,17 +91,8 @@ def compile_on_ranks(folder: Path) -> tuple[int, str, int]:
 
 
 def data() -> Data:
-    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    dataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    validation = TensorDataset(inputs[:24], inputs[:24].sum(1, keepdim=True))
-    return Data(
-        train=dataset,
-        validation=validation,
-        test=validation,
-        predict=validation,
-        batch_size=8,
-        evaluation_batch_size=8,
-    )
+    evaluated = dict.fromkeys(("validation", "test", "predict"), regression_data(24))
+    return Data(train=regression_data(40), **evaluated, batch_size=8, evaluation_batch_size=8)
 
 
 @contextmanager
@@ -173,24 +152,24 @@ def evaluate(stage: str, task: TaskModule) -> tuple[int, str]:
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     rarely = f"{NUM_STEPS}step"  # an evaluation would stop the other rank too
-    seen["step"] = fit(folder / "step", Regression(), SendAt(1, signal.SIGTERM, 4), evaluate_every=rarely)
-    receiving = Regression(receiver=1, number=signal.SIGTERM, evaluation=2)
+    seen["step"] = fit(folder / "step", Interrupted(), SendAt(1, signal.SIGTERM, 4), evaluate_every=rarely)
+    receiving = Interrupted(receiver=1, number=signal.SIGTERM, evaluation=2)
     seen["evaluation"] = fit(folder / "evaluation", receiving, num_steps=STEPS_WITH_EVALUATIONS)
-    seen["interrupt"] = fit(folder / "interrupt", Regression(receiver=0, number=signal.SIGINT, evaluation=1))
+    seen["interrupt"] = fit(folder / "interrupt", Interrupted(receiver=0, number=signal.SIGINT, evaluation=1))
     for stage in ("predict", "test"):
-        seen[stage] = evaluate(stage, Regression(receiver=1, number=signal.SIGTERM, evaluation=1))
+        seen[stage] = evaluate(stage, Interrupted(receiver=1, number=signal.SIGTERM, evaluation=1))
     with slurm_job(folder):
         preemptible = {"preemption_signal": "SIGUSR1", "requeue": True, "num_steps": STEPS_WITH_EVALUATIONS}
-        seen["preempted"] = fit(folder / "preempted", Regression(), SendAt(1, signal.SIGUSR1, 4), **preemptible)
-        seen["terminated"] = fit(folder / "terminated", Regression(), SendAt(1, signal.SIGTERM, 4), **preemptible)
+        seen["preempted"] = fit(folder / "preempted", Interrupted(), SendAt(1, signal.SIGUSR1, 4), **preemptible)
+        seen["terminated"] = fit(folder / "terminated", Interrupted(), SendAt(1, signal.SIGTERM, 4), **preemptible)
     seen["compilation"] = compile_on_ranks(folder / "compilation")
-    seen["save"] = fit(folder / "save", Regression(), InSave(1, signal.SIGTERM), Checkpoint(every="5step"))
-    seen["whole"] = fit(folder / "whole", Regression(), num_steps=STEPS_WITH_EVALUATIONS)
+    seen["save"] = fit(folder / "save", Interrupted(), InSave(1, signal.SIGTERM), Checkpoint(every="5step"))
+    seen["whole"] = fit(folder / "whole", Interrupted(), num_steps=STEPS_WITH_EVALUATIONS)
     weights = {}
     for name in ("whole", "evaluation", "preempted"):
-        task = Regression()
+        task = Interrupted()
         fit(folder / name, task, num_steps=STEPS_WITH_EVALUATIONS)
-        weights[name] = task.network.weight.detach().clone()
+        weights[name] = task.network[0].weight.detach().clone()
     seen["weights"] = weights
     return seen
 
@@ -280,7 +259,7 @@ if __name__ == "__main__":
     strategy = DDPStrategy(devices=2, device="cpu")
     settings = {{"callbacks": [Pid(), Checkpoint(every=None)], "loggers": [], "preemption_signal": "SIGUSR1"}}
     trainer = Trainer(strategy, max_duration="1000000step", run_dir=sys.argv[1] + "/run", **settings)
-    trainer.fit(Regression(), data())
+    trainer.fit(Interrupted(), data())
 """
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-import torch
 from trainkit.callbacks.checkpoint import Checkpoint
 
 from tests.program import Program
-from tests.tasks import Regression, assert_same_bits, regression_data
+from tests.tasks import AtStep, Regression, assert_same_bits, regression_data, sgd
 from trainkit import Callback, Data, Strategy, Trainer, UserError, session
 from trainkit.checkpoint.store import CheckpointStore, load_from, resolve
 from trainkit.distributed.collectives import Collectives
@@ -48,16 +47,12 @@ def another_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "another")
 
 
-def momentum(task):
-    return torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
-
-
 def data():
     return Data(train=regression_data(40), validation=regression_data(8, seed=1), batch_size=4)
 
 
 def fit(steps, *, run_dir=URL, resume=None, more=(), strategy="single", report=False, **checkpoint):
-    task = Regression(momentum, hidden=4, dropout=0.2)
+    task = Regression(sgd, hidden=4, dropout=0.2)
     callbacks = [Checkpoint(**{"every": "2step", **checkpoint}), *more]
     trainer = Trainer(
         strategy, max_duration=f"{steps}step", run_dir=run_dir, callbacks=callbacks, loggers=["jsonl"], report=report
@@ -104,6 +99,15 @@ def test_the_store_has_the_files_of_the_run_when_it_ends(tmp_path, monkeypatch, 
     assert [entry["step"] for entry in listed(there)] == [5]
 
 
+def waits(step, event):
+    """Return a callback that waits for the event after a step."""
+
+    def wait(run):
+        assert event.wait(600)
+
+    return AtStep(step, wait)
+
+
 def notice_writes(monkeypatch, written):
     """Set the event when a manifest is written."""
     write = RemoteRun.write
@@ -135,13 +139,8 @@ def test_a_kill_at_any_instant_leaves_whole_checkpoints_in_the_store(monkeypatch
         checked(name)
     started = Event()  # after the first upload, so that several are needed
 
-    class WaitForUpload(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 4:
-                assert started.wait(600)
-
     notice_writes(monkeypatch, started)
-    fit(8, more=[WaitForUpload()])
+    fit(8, more=[waits(4, started)])
     assert seen[-1] == (8,)
     assert len(set(seen)) > 1
 
@@ -180,65 +179,35 @@ def test_metrics_are_in_the_store_while_the_run_trains(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "put_file", noticed)
     steps = []
 
-    class WaitForUpload(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert copied.wait(600)
-                steps.extend(json.loads(line)["step"] for line in files_at()["metrics.jsonl"].splitlines())
+    def look(run):
+        steps.extend(json.loads(line)["step"] for line in files_at()["metrics.jsonl"].splitlines())
 
-    settings = {"callbacks": [WaitForUpload()], "loggers": ["jsonl"], "report": False, "log_every": "1step"}
-    Trainer(max_duration="4step", run_dir=URL, **settings).fit(Regression(momentum), data())
+    settings = {"max_duration": "4step", "loggers": ["jsonl"], "report": False, "log_every": "1step"}
+    Trainer(run_dir=URL, callbacks=[waits(3, copied), AtStep(3, look)], **settings).fit(Regression(sgd), data())
     assert steps and steps[-1] < 4
 
 
-def test_a_checkpoint_that_is_pruned_while_it_is_copied_is_copied(monkeypatch, caplog):
+@pytest.mark.parametrize(("copier", "name"), [(MemoryFileSystem, "put_file"), (RemoteCopy, "_link")])
+def test_a_checkpoint_that_is_pruned_before_or_while_it_is_copied_is_not_missed(monkeypatch, caplog, copier, name):
     copying, pruned = Event(), Event()
-    put_file = MemoryFileSystem.put_file
+    method = getattr(copier, name)
 
-    def slow(self, source, target, **options):
-        if target.endswith("00000002.pt"):
+    def later(self, source, target, **options):
+        if name == "_link" or target.endswith("00000002.pt"):
             copying.set()
             assert pruned.wait(600)
-        return put_file(self, source, target, **options)
+        return method(self, source, target, **options)
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", slow)
+    monkeypatch.setattr(copier, name, later)
 
-    class Order(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert copying.wait(600)
-            if run.state.step == 5:
-                assert not (run.run_dir / "checkpoints" / "step_00000002.pt").exists()
-                pruned.set()
+    def prune(run):
+        assert not (run.run_dir / "checkpoints" / "step_00000002.pt").exists()
+        pruned.set()
 
-    fit(6, more=[Order()])
-    assert [entry["step"] for entry in listed(files_at())] == [6]
-    assert not Path("runs/memory/bucket/run7/.copying").exists()
-    assert "cannot be written to" not in caplog.text
-
-
-def test_a_checkpoint_that_is_pruned_before_it_is_copied_is_not_missed(monkeypatch, caplog):
-    linking, pruned = Event(), Event()
-    link = RemoteCopy._link
-
-    def later(self, name, target):
-        linking.set()
-        assert pruned.wait(600)
-        return link(self, name, target)
-
-    monkeypatch.setattr(RemoteCopy, "_link", later)
-
-    class Order(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert linking.wait(600)
-            if run.state.step == 5:
-                assert not (run.run_dir / "checkpoints" / "step_00000002.pt").exists()
-                pruned.set()
-
-    fit(6, more=[Order()])
+    fit(6, more=[waits(3, copying), AtStep(5, prune)])
     assert [entry["step"] for entry in listed(files_at())] == [6]
     assert_whole(files_at())
+    assert not Path("runs/memory/bucket/run7/.copying").exists()
     assert "cannot be written to" not in caplog.text
 
 
@@ -303,12 +272,7 @@ def test_a_store_that_takes_files_and_no_manifest_gets_each_file_once_and_is_giv
     monkeypatch.setattr(MemoryFileSystem, "put_file", counted)
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
 
-    class Wait(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert refused.wait(600)
-
-    fit(4, every="2step", save_last_k=None, more=[Wait()])
+    fit(4, every="2step", save_last_k=None, more=[waits(3, refused)])
     assert sum(target.endswith("00000004.pt") for target in copied) == 1
     assert "lacks checkpoints/manifest.json: PermissionError: no manifest" in caplog.messages[-1]
 
@@ -346,27 +310,17 @@ def test_files_of_a_checkpoint_that_was_never_listed_are_removed_with_it(monkeyp
 
     monkeypatch.setattr(RemoteRun, "write", refuse_the_first)
 
-    class Wait(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert first.wait(600)
-
-    fit(6, more=[Wait()])
+    fit(6, more=[waits(3, first)])
     assert [name for name in files_at() if name.endswith(".pt")] == ["checkpoints/step_00000006.pt"]
 
 
 def test_a_run_that_another_process_writes_over_is_not_copied_any_more(monkeypatch, caplog):
     other = b'{"checkpoints": []}'
 
-    class Other(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert first.wait(600)
-                MemoryFileSystem().pipe_file("/bucket/run7/checkpoints/manifest.json", other)
-
     first = Event()
     notice_writes(monkeypatch, first)
-    fit(8, more=[Other()])
+    write = AtStep(3, lambda run: MemoryFileSystem().pipe_file("/bucket/run7/checkpoints/manifest.json", other))
+    fit(8, more=[waits(3, first), write])
     assert files_at()["checkpoints/manifest.json"] == other
     assert "Another process has written to memory://bucket/run7" in caplog.text
 
@@ -437,12 +391,7 @@ def killed_while_uploading(url):
     notice_writes(pytest.MonkeyPatch(), copied)
     remote_copy._EVERY_SECONDS = 0.01
 
-    class Wait(Callback):
-        def on_step_end(self, run):
-            if run.state.step == 3:
-                assert copied.wait(600)
-
-    fit(20, run_dir=url, more=[Wait()], save_last_k=None, async_save=False, every="2step")
+    fit(20, run_dir=url, more=[waits(3, copied)], save_last_k=None, async_save=False, every="2step")
 
 
 def test_a_run_that_was_killed_while_uploading_continues_from_the_last_whole_checkpoint(tmp_path, monkeypatch):

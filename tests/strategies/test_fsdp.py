@@ -41,9 +41,9 @@ from tests.core.test_phases import samples as adversarial_samples
 from tests.equality import numbers
 from tests.marks import in_make_zoo
 from tests.model.test_deferred_init import LiveBytes
-from tests.strategies.ddp.test_strategy import Sizes
 from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
-from tests.tasks import StopAt
+from tests.tasks import Fitting, StopAt, adamw, distance, seeded
+from tests.tasks import fit as train
 from trainkit import Callback, Data, TaskModule, Trainer, UserError, deferred_init
 from trainkit.distributed.failure_store import RankError
 from trainkit.optim.precision import Precision
@@ -115,20 +115,17 @@ def sentences() -> TensorDataset:
 
 def fit(strategy: Any, task: TaskModule, run_dir: Any, *, resume: bool = False, **settings: Any) -> dict[str, float]:
     """Train for an epoch of four steps, an evaluation and a step more."""
-    defaults = {"max_duration": "5step", "precision": "fp64", "callbacks": [], "log_every": "1step"}
-    settings = {**defaults, "num_sanity_batches": 0, **settings}
+    settings = {"max_duration": "5step", "precision": "fp64", "log_every": "1step", "run_dir": run_dir, **settings}
     data = Data(train=sentences(), validation=sentences(), batch_size=8)
-    return (
-        Trainer(strategy, loggers=[], run_dir=run_dir, **settings)
-        .fit(task, data, resume=run_dir if resume else None)
-        .metrics
-    )
+    return train(strategy, task, data, resume=run_dir if resume else None, **settings).metrics
 
 
-def distance(task: nn.Module, other: nn.Module) -> float:
-    state, expected = task.state_dict(), other.state_dict()
-    assert list(state) == list(expected)
-    return max((state[name].double() - expected[name].double()).abs().max().item() for name in state)
+def apart(alone: Any, task: Any, folder: str, *, layout: Any = None, **settings: Any) -> float:
+    """Train a task on one device and another by fsdp; return the largest difference of what they have learned."""
+    fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()}", **settings)
+    fit(FSDPStrategy(device="cpu", **{"units": ["Block"], **(layout or {})}), task, f"{folder}/fsdp", **settings)
+    task.seen.copy_(alone.seen)  # it counts micro-batches
+    return distance(task, alone)
 
 
 class Offloading(Callback):
@@ -255,10 +252,8 @@ def differences_in_phases(folder: str) -> list[float]:
         strategies = {"single": SingleStrategy(device="cpu"), "fsdp": FSDPStrategy(device="cpu", units=["Linear"])}
         for (name, strategy), trained in zip(strategies.items(), (alone, task), strict=True):
             run_dir = f"{folder}/{name} {kind.__name__} {dist.get_rank() if name == 'single' else ''}"
-            trainer = Trainer(
-                strategy, max_duration="2epoch", precision="fp64", callbacks=[], loggers=[], run_dir=run_dir
-            )
-            trainer.fit(trained, Data(train=adversarial_samples(), batch_size=6))
+            data = Data(train=adversarial_samples(), batch_size=6)
+            train(strategy, trained, data, max_duration="2epoch", precision="fp64", run_dir=run_dir)
         found.append(distance(task, alone))
     return found
 
@@ -332,10 +327,7 @@ def differences_by_rounding(names: list[str], folder: str) -> dict[str, float]:
     for name in names:
         arguments, layout, settings = ROUNDED[name]
         alone, task = Rounded(**arguments), Rounded(**arguments)
-        fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()} {name}", **settings)
-        fit(FSDPStrategy(device="cpu", units=["Block"], **layout), task, f"{folder}/{name}", **settings)
-        task.seen.copy_(alone.seen)  # it counts micro-batches
-        found[name] = distance(task, alone)
+        found[name] = apart(alone, task, f"{folder}/{name}", layout=layout, **settings)
     return found
 
 
@@ -364,12 +356,8 @@ class Optimized(Language):
 def differences_by_optimizer(names: list[str], folder: str) -> dict[str, float]:
     found = {}
     for name in names:
-        alone, task = Optimized(name), Optimized(name)
         settings = {"max_duration": "2step", "evaluate_every": None}
-        fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()} {name}", **settings)
-        fit(FSDPStrategy(device="cpu", units=["Block"]), task, f"{folder}/{name}", **settings)
-        task.seen.copy_(alone.seen)
-        found[name] = distance(task, alone)
+        found[name] = apart(Optimized(name), Optimized(name), f"{folder}/{name}", **settings)
     return found
 
 
@@ -445,27 +433,15 @@ def test_compiled_units_train_to_the_weights_of_eager_ones(tmp_path):
         assert graphs > 3, "each unit is compiled"
 
 
-class Layers(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.blocks(self.words(words))
-
-    def training_step(self, batch: Any) -> Any:
-        return self(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+def layers() -> Fitting:
+    blocks = seeded(lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(), Block()))
+    return Fitting(blocks, adamw)
 
 
 def compiled_by_inductor(folder: str) -> tuple[float, float, int]:
     """Return the difference of weights from one device and from the start, and the number of compiled kernels."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-    start, alone, compiled = Layers().double(), Layers(), Layers()
+    start, alone, compiled = layers().double(), layers(), layers()
     settings = {"max_duration": "1step", "evaluate_every": None}
     fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()}", **settings)
     fit(FSDPStrategy(device="cpu", units=["Block"]), compiled, f"{folder}/fsdp", compile=True, **settings)
@@ -690,27 +666,6 @@ def test_evaluation_counts_each_sample_once_and_keeps_the_order(tmp_path):
     torch.testing.assert_close(ranks[0][1], task(sentences().tensors[0]).detach(), rtol=1e-12, atol=1e-12)
 
 
-class OfSizes(Sizes):
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return sentences()[3 * index : 3 * index + self.sizes[index]]
-
-
-def without_samples_at_first(folder: str) -> float:
-    tasks = [Language(), Language()]
-    strategies = [SingleStrategy(device="cpu"), FSDPStrategy(device="cpu", units=["Block"])]
-    for task, strategy in zip(tasks, strategies, strict=True):
-        run_dir = f"{folder}/{type(strategy).__name__}{dist.get_rank() if strategy is strategies[0] else ''}"
-        trainer = Trainer(strategy, max_duration="2epoch", precision="fp64", callbacks=[], loggers=[], run_dir=run_dir)
-        trainer.fit(task, Data(train=OfSizes(), batch_size=None, shuffle=False))
-    return distance(*tasks)
-
-
-@pytest.mark.slow
-def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
-    for apart in run_ranks(without_samples_at_first, 3, str(tmp_path)):
-        assert apart < TOLERANCE
-
-
 class Counting(Language):
     """Counts its micro-batches in an attribute, and takes the tensors out of them."""
 
@@ -750,10 +705,7 @@ def test_frozen_blocks_are_unfrozen_as_on_one_device(tmp_path):
 
 
 def with_unfreezing(folder: str) -> float:
-    alone, task = Unfrozen(), Unfrozen()
-    fit(SingleStrategy(device="cpu"), alone, f"{folder}/single {dist.get_rank()}")
-    fit(FSDPStrategy(device="cpu", units=["Block"]), task, f"{folder}/fsdp")
-    return distance(task, alone)
+    return apart(Unfrozen(), Unfrozen(), folder)
 
 
 # ---- Failures
@@ -763,15 +715,9 @@ def failing(fault: str, folder: Path) -> str:
     """Train until rank 1 fails in a step; return this rank's error."""
     task = FailingOnOne()
     task.fault, task.until = fault, folder / "noticed"
-    trainer = Trainer(
-        FSDPStrategy(device="cpu", units=["Linear"], timeout_seconds=600.0),
-        max_duration="6step",
-        callbacks=[],
-        loggers=[],
-        run_dir=folder,
-    )
+    strategy = FSDPStrategy(device="cpu", units=["Linear"], timeout_seconds=600.0)
     try:
-        trainer.fit(task, Data(train=numbers(24), batch_size=6))
+        train(strategy, task, Data(train=numbers(24), batch_size=6), max_duration="6step", run_dir=folder)
     except RankError as error:
         return str(error)
     return "no error"
@@ -875,23 +821,6 @@ def test_what_would_train_other_weights_is_refused_by_name(tmp_path):
         )
         assert "histograms needs whole parameters" in messages["histograms"]
         assert "model_graph needs whole parameters" in messages["graph"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"min_unit_mb": -1}, "min_unit_mb must be a number of MiB, at least 0"),
-        ({"reshard_after_forward": "yes"}, "must be True, False or a whole number of ranks"),
-        ({"offload": "gpu"}, "offload='gpu' is unknown.* Choose cpu or None"),
-        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'"),
-        ({"prefetch": 0}, "prefetch must be a whole number of units, at least 1, got 0"),
-        ({"replicate": 0}, "replicate must be a whole number of groups, at least 1"),
-        ({"devices": 0}, "at least 1"),
-    ],
-)
-def test_wrong_settings_are_rejected(arguments, message):
-    with pytest.raises(UserError, match=message):
-        FSDPStrategy(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from trainkit.strategies.multiprocess import MultiProcessStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import Perceptron, StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import FailingOnLastRank, train
+from tests.strategies.fusion.test_failure import FailingOnOne
+from tests.strategies.fusion.training import train
 from trainkit import Data
 from trainkit.testing import rank_outcomes, run_ranks
 
@@ -72,7 +73,9 @@ def test_gradients_are_summed_once_a_step_by_the_object_of_the_strategy(tmp_path
 
 def failing(folder: Path) -> None:
     strategy = FlatStrategy(folder / f"told_{dist.get_rank()}")
-    train(strategy, FailingOnLastRank(), Data(train=numbers(24), batch_size=6), run_dir=folder / "run")
+    task = FailingOnOne()
+    task.rank = 3
+    train(strategy, task, Data(train=numbers(24), batch_size=6), run_dir=folder / "run")
 
 
 def test_a_rank_that_fails_tells_why(tmp_path):

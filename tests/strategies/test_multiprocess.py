@@ -16,6 +16,8 @@ from trainkit.strategies.merged_buffers import MergedBuffers
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.tasks import Fitting, seeded
+from tests.tasks import fit as train
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.testing import run_ranks
 
@@ -49,8 +51,7 @@ def inputs() -> TensorDataset:
 
 
 def fit(strategy: Any, task: TaskModule, run_dir: str, **settings: Any) -> None:
-    trainer = Trainer(strategy, max_duration="5step", callbacks=[], loggers=[], run_dir=run_dir, **settings)
-    trainer.fit(task, Data(train=inputs(), batch_size=8))
+    train(strategy, task, Data(train=inputs(), batch_size=8), max_duration="5step", run_dir=run_dir, **settings)
 
 
 def errors(folder: str) -> list[str]:
@@ -144,20 +145,8 @@ class Counting(nn.Linear):
         self.calls = state["calls"]
 
 
-class CountingTask(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Counting(8, 4)
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_the_callers_task_gets_extra_state_from_ranks_in_other_processes(tmp_path):
-    task = CountingTask()
+    task = Fitting(Counting(8, 4))
     fit(DDPStrategy(device="cpu", devices=2), task, str(tmp_path / "run"))
     assert task.net.calls == 5
 
@@ -180,23 +169,15 @@ def test_training_starts_from_the_weights_of_rank_0(tmp_path):
             assert shifted == same
 
 
-class Images(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Conv2d(3, 4, 3)
-
-    def training_step(self, batch: Any) -> Any:
-        return self.net(batch[0].repeat(1, 24).view(-1, 3, 8, 8)).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+class Images(nn.Conv2d):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.repeat(1, 24).view(-1, 3, 8, 8))
 
 
 def weights_by_micro_batch_size(folder: str) -> list[list[float]]:
     found = []
     for size in ("auto", None):
-        task = Images()
+        task = Fitting(seeded(lambda: Images(3, 4, 3)))
         fit(DDPStrategy(device="cpu", micro_batch_size=size), task, f"{folder}/{size}", channels_last=True)
         found.append(task.net.bias.tolist())
     return found

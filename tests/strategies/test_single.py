@@ -1,5 +1,7 @@
 """The strategy `single`: any split into micro-batches gives the weights of one big batch."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +11,10 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import (
+    EachStep,
     Recorder,
     Regression,
+    Seen,
     WeightedRegression,
     assert_close,
     assert_same_bits,
@@ -18,120 +22,15 @@ from tests.tasks import (
     weighted_data,
     weights,
 )
-from trainkit import Callback, Data, TaskModule, UserError
-
-
-class Tutorial(TaskModule):
-    """The model of the tutorial on equal results of DP, DDP and accumulation: a line through the origin, loss = sum."""
-
-    def __init__(self, num_features=16):
-        super().__init__()
-        self.line = nn.Linear(num_features, 1, bias=False)
-        nn.init.ones_(self.line.weight)
-
-    def training_step(self, batch):
-        (inputs,) = batch
-        return self.line(inputs).sum() / len(inputs)  # the mean over samples of the tutorial's sum
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-class TutorialSum(Tutorial):
-    """The tutorial's own loss, the plain sum over a micro-batch."""
-
-    def training_step(self, batch):
-        (inputs,) = batch
-        return self.line(inputs).sum()
-
-
-class EpochWeights(Callback):
-    """Records the weights at the end of every epoch, as the tutorial prints them."""
-
-    def __init__(self):
-        self.weights = []
-
-    def on_epoch_end(self, run):
-        self.weights.append(run.task.line.weight.detach().clone())
-
-
-def tutorial_data(num_samples):
-    return TensorDataset(torch.randn(num_samples, 16, generator=torch.Generator().manual_seed(1)))
-
-
-def by_hand(num_samples, *, batch_size, epochs, loss_of):
-    """Train the tutorial's model without trainkit on whole global batches, in DistributedSampler's order."""
-    (inputs,) = tutorial_data(num_samples).tensors
-    task = Tutorial()
-    optimizer = task.configure_optimizers()
-    printed = []
-    for epoch in range(epochs):
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
-        for indices in order.split(batch_size):
-            optimizer.zero_grad()
-            loss_of(task.line(inputs[indices])).backward()
-            optimizer.step()
-        printed.append(task.line.weight.detach().clone())
-    return printed
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-@pytest.mark.parametrize("num_samples", [32, 34, 33], ids=["full batches", "last batch of two", "last batch of one"])
-def test_the_tutorial_has_the_same_weights_after_every_epoch_with_any_accumulation(
-    make_trainer, accumulate, num_samples
-):
-    seen = EpochWeights()
-    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
-    trainer.fit(Tutorial(), Data(train=tutorial_data(num_samples), batch_size=4))
-    expected = by_hand(num_samples, batch_size=4, epochs=2, loss_of=torch.Tensor.mean)
-    assert len(seen.weights) == 2
-    for actual, wanted in zip(seen.weights, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-7)
-
-
-def accumulated_by_hand(num_samples, *, num_micro_batches, epochs):
-    """Train as the tutorial does: micro-batches of 4 from perm[r::N], loss = sum / N, backward N times, one step."""
-    (inputs,) = tutorial_data(num_samples).tensors
-    task = Tutorial()
-    optimizer = task.configure_optimizers()
-    printed = []
-    for epoch in range(epochs):
-        order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch))
-        shards = [order[rank::num_micro_batches].split(4) for rank in range(num_micro_batches)]
-        for micro_batches in zip(*shards, strict=True):
-            for indices in micro_batches:
-                (task.line(inputs[indices]).sum() / num_micro_batches).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        printed.append(task.line.weight.detach().clone())
-    return printed
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_the_loop_of_the_tutorial_prints_the_same_weights(make_trainer, accumulate):
-    seen = EpochWeights()
-    trainer = make_trainer(SingleStrategy(device="cpu", accumulate=accumulate), max_duration="2epoch", callbacks=[seen])
-    trainer.fit(TutorialSum(), Data(train=tutorial_data(32), batch_size=4 * accumulate))
-    expected = accumulated_by_hand(32, num_micro_batches=accumulate, epochs=2)
-    for actual, wanted in zip(seen.weights, expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-6)
+from trainkit import Data, UserError
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 4}, {"accumulate": 8}, {"micro_batch_size": 3}])
 @pytest.mark.parametrize("num_samples", [24, 21, 17], ids=["full batches", "short last batch", "last batch of one"])
-def test_accumulation_gives_the_weights_of_one_big_batch(make_trainer, settings, num_samples):
-    task, expected = Regression(hidden=8), Regression(hidden=8)
-    data = Data(train=regression_data(num_samples), batch_size=8)
-    make_trainer(SingleStrategy(device="cpu", **settings), max_duration="3epoch").fit(task, data)
-    make_trainer(max_duration="3epoch").fit(expected, data)
-    assert_close(task, expected)
-
-
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"accumulate": 8}, {"micro_batch_size": 3}])
-@pytest.mark.parametrize("num_samples", [24, 21], ids=["full batches", "short last batch"])
-def test_micro_batches_with_token_weights_give_the_weights_of_one_big_batch(make_trainer, settings, num_samples):
-    task, expected = WeightedRegression(hidden=8), WeightedRegression(hidden=8)
-    data = Data(train=weighted_data(num_samples), batch_size=8)
+@pytest.mark.parametrize(("kind", "samples"), [(Regression, regression_data), (WeightedRegression, weighted_data)])
+def test_micro_batches_give_the_weights_of_one_big_batch(make_trainer, settings, num_samples, kind, samples):
+    task, expected = kind(hidden=8), kind(hidden=8)
+    data = Data(train=samples(num_samples), batch_size=8)
     make_trainer(SingleStrategy(device="cpu", **settings), max_duration="3epoch").fit(task, data)
     make_trainer(max_duration="3epoch").fit(expected, data)
     assert_close(task, expected)
@@ -248,25 +147,11 @@ def test_the_logged_loss_is_not_scaled_by_accumulation(make_trainer):
     ],
 )
 def test_a_global_batch_is_split_into_the_planned_micro_batches(make_trainer, settings, sizes):
-    class Sizes(Regression):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def training_step(self, batch):
-            self.seen[-1].append(len(batch[0]))
-            return super().training_step(batch)
-
-    class NewStep(Callback):
-        def on_fit_start(self, run):
-            run.task.seen.append([])
-
-        on_step_end = on_fit_start
-
-    task = Sizes()
-    trainer = make_trainer(SingleStrategy(device="cpu", **settings), callbacks=[NewStep()])
+    task, counts = Seen(), EachStep(lambda run: len(run.task.trained))
+    trainer = make_trainer(SingleStrategy(device="cpu", **settings), callbacks=[counts])
     trainer.fit(task, Data(train=regression_data(21), batch_size=8))
-    assert task.seen == [*sizes, []]
+    steps = [task.trained[first:last] for first, last in pairwise([0, *counts.seen])]
+    assert [[len(batch[0]) for batch in step] for step in steps] == sizes
 
 
 def test_the_printed_plan_multiplies_to_the_global_batch():

@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.ddp.comm_hooks import PowerSGD, make_comm_hook
 
-from trainkit import Data, TaskModule, Trainer, UserError
+from tests.tasks import Fitting, fit, flat, seeded
+from trainkit import Data, UserError
 from trainkit.testing import run_ranks
 
 UPSTREAM = "torch.distributed.algorithms.ddp_comm_hooks"
@@ -88,17 +89,8 @@ def test_wrong_hook_settings_are_rejected_with_the_valid_ones(settings, message)
         DDPStrategy(**settings)
 
 
-class Regression(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def task(kind: type[Fitting] = Fitting) -> Fitting:
+    return kind(seeded(lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))))
 
 
 HOOKS: dict[str, dict[str, Any]] = {
@@ -114,11 +106,11 @@ def weights_with_hooks(folder: str) -> dict[str, Tensor]:
     x = torch.randn(240, 32, generator=torch.Generator().manual_seed(1))
     found = {}
     for name, settings in HOOKS.items():
-        task = Regression()
+        trained = task()
         strategy = DDPStrategy(device="cpu", bucket_cap_mb=0.002, **settings)
-        trainer = Trainer(strategy, max_duration="15step", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
-        trainer.fit(task, Data(train=TensorDataset(x), batch_size=16))
-        found[name] = torch.cat([p.detach().reshape(-1) for p in task.parameters()])
+        data = Data(train=TensorDataset(x), batch_size=16)
+        fit(strategy, trained, data, max_duration="15step", run_dir=f"{folder}/{name}")
+        found[name] = flat(trained)
     return found
 
 
@@ -134,13 +126,13 @@ def test_the_strategy_trains_with_each_hook_to_nearly_the_same_weights(tmp_path)
     assert (first["theirs, mean"] - plain).abs().max() < 1e-6
 
 
-class Weighted(Regression):
+class Weighted(Fitting):
     def training_step(self, batch: list[Tensor]) -> Any:
         return {"loss": super().training_step(batch), "weight": batch[0].abs().sum()}
 
 
 def test_what_power_sgd_loses_is_not_kept_for_a_step_with_other_weights(tmp_path):
     strategy = DDPStrategy(device="cpu", devices=1, comm_hook="power_sgd")
-    trainer = Trainer(strategy, max_duration="2step", callbacks=[], loggers=[], run_dir=tmp_path)
+    data = Data(train=TensorDataset(torch.ones(4, 32)), batch_size=2)
     with pytest.raises(UserError, match=r"the sum of the weights that training_step .* Set strategy\.comm_hook=none"):
-        trainer.fit(Weighted(), Data(train=TensorDataset(torch.ones(4, 32)), batch_size=2))
+        fit(strategy, task(Weighted), data, max_duration="2step", run_dir=tmp_path)

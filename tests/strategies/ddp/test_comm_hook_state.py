@@ -16,7 +16,8 @@ from trainkit.strategies.ddp.comm_hooks import average_hook
 from trainkit.strategies.reducer.bucket import GradBucket
 from trainkit.strategies.transports.process_group import HookSteps
 
-from trainkit import Callback, Data, TaskModule, Trainer
+from tests.tasks import Fitting, adamw, fit, flat, seeded
+from trainkit import Callback, Data
 from trainkit.checkpoint.store import load_from
 from trainkit.distributed.collectives import Collectives, gather
 from trainkit.parity.trials import StopAfterStep
@@ -25,17 +26,13 @@ from trainkit.testing import run_ranks
 STEPS, STOP = 11, 6
 
 
-class Regression(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
-
+class Sines(Fitting):
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        return (self.net(batch[0]) - batch[0].sin()).square().mean()
+        return super().training_step([batch[0], batch[0].sin()])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+def sines() -> Sines:
+    return Sines(seeded(lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))), adamw)
 
 
 class Momentum:
@@ -83,7 +80,7 @@ class Notes(Callback):
         self.states = run.strategy.strategy_state().get("hook_states")
 
     def on_fit_end(self, run: Any) -> None:
-        self.weights = torch.cat([p.detach().reshape(-1).to("cpu", copy=True) for p in run.task.parameters()])
+        self.weights = flat(run.task).cpu()
 
 
 def train(
@@ -91,10 +88,8 @@ def train(
 ) -> Notes:
     notes, x = Notes(), torch.randn(240, 32, generator=torch.Generator().manual_seed(1))
     strategy = DDPStrategy(device=device, bucket_cap_mb=0.003, **HOOKS[name])
-    trainer = Trainer(
-        strategy, max_duration=f"{STEPS}step", callbacks=[notes, *more], loggers=[], run_dir=f"{folder}/{name}"
-    )
-    trainer.fit(Regression(), Data(train=TensorDataset(x), batch_size=12), resume=resume)
+    data, settings = Data(train=TensorDataset(x), batch_size=12), {"run_dir": f"{folder}/{name}", "resume": resume}
+    fit(strategy, sines(), data, notes, *more, max_duration=f"{STEPS}step", **settings)
     return notes
 
 

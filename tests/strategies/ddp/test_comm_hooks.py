@@ -37,6 +37,12 @@ def backward(model: nn.Module, reducer: Reducer, seed: int) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])
 
 
+def distance_between_ranks(gradient: Tensor) -> float:
+    others = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, gradient)
+    return max((other - gradient).abs().max().item() for other in others)
+
+
 def error_in_first_steps(average: bool) -> tuple[float, float]:
     """Return the relative error of power_sgd, and its distance between ranks."""
     rank = dist.get_rank()
@@ -47,10 +53,7 @@ def error_in_first_steps(average: bool) -> tuple[float, float]:
     reducer.register_hook(choice.state(dist.group.WORLD), choice.hook)
     for _ in range(2):
         gradient = backward(model, reducer, rank)
-    others = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, gradient)
-    between = max((other - gradient).abs().max().item() for other in others)
-    return ((gradient - exact).norm() / exact.norm()).item(), between
+    return ((gradient - exact).norm() / exact.norm()).item(), distance_between_ranks(gradient)
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -132,10 +135,8 @@ def power_sgd_steps() -> tuple[float, float, float]:
     backward(model, reducer, dist.get_rank())
     gradients = [backward(model, reducer, dist.get_rank()) for _ in range(40)]
     mean = torch.stack(gradients).mean(0)
-    others = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, mean)
-    between = max((other - mean).abs().max().item() for other in others)
-    return ((gradients[0] - exact).norm() / exact.norm()).item(), ((mean - exact).norm() / exact.norm()).item(), between
+    once, in_sum = (((one - exact).norm() / exact.norm()).item() for one in (gradients[0], mean))
+    return once, in_sum, distance_between_ranks(mean)
 
 
 def test_power_sgd_corrects_its_errors_in_later_steps():

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp import DDPStrategy, DistributedDataParallel
 
-from trainkit import Data, TaskModule, Trainer
+from tests.tasks import Fitting, fit, flat
+from trainkit import Data
 from trainkit.testing import run_ranks
 
 STEPS = 3
@@ -21,10 +22,6 @@ STEPS = 3
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
-
-
-def weights(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
 
 
 def trained(wrapped: nn.Module, *, compile_wrapper: bool) -> Tensor:
@@ -36,7 +33,7 @@ def trained(wrapped: nn.Module, *, compile_wrapper: bool) -> Tensor:
         wrapped(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return weights(wrapped)
+    return flat(wrapped)
 
 
 def drop_in_compiled(static_graph: bool) -> tuple[list[float], list[str]]:
@@ -74,29 +71,16 @@ def test_a_compiled_module_in_the_drop_in_has_the_weights_of_stock_ddp():
             assert caught == []
 
 
-class Task(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def training_step(self, batch: list[Tensor]) -> Tensor:
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def strategy_compiled(folder: str) -> tuple[float, list[str]]:
-    eager, compiled = Task(), Task()
+    eager, compiled = Fitting(net()), Fitting(net())
     compiled.net.compile(backend="aot_eager")
-    data = TensorDataset(torch.randn(30, 8, generator=torch.Generator().manual_seed(0)))
+    data = Data(train=TensorDataset(torch.randn(30, 8, generator=torch.Generator().manual_seed(0))), batch_size=12)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for task in (eager, compiled):
             strategy = DDPStrategy(device="cpu", accumulate=2)
-            trainer = Trainer(strategy, max_duration="2epoch", callbacks=[], loggers=[], run_dir=f"{folder}/{id(task)}")
-            trainer.fit(task, Data(train=data, batch_size=12))
-    return (weights(eager) - weights(compiled)).abs().max().item(), [str(w.message) for w in caught]
+            fit(strategy, task, data, max_duration="2epoch", run_dir=f"{folder}/{id(task)}")
+    return (flat(eager) - flat(compiled)).abs().max().item(), [str(w.message) for w in caught]
 
 
 @pytest.mark.slow

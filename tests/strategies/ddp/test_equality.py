@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.ddp.models import Checkpointed, SparseEmbedding
-from trainkit import Data, TaskModule, Trainer
+from tests.tasks import Fitting, fit, flat, seeded
+from trainkit import Data
 from trainkit.testing import run_ranks
 
 SMALL_BUCKET_MB = 0.0003  # several buckets in each of these models
@@ -54,43 +54,26 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Fitting(TaskModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, batch: Any) -> Any:
-        return (self.net(batch[0]).squeeze(1) - batch[1]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        momentum = 0.0 if isinstance(self.net, SparseEmbedding) else 0.9  # torch's has none for sparse gradients
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=momentum)
-
-
-def samples() -> TensorDataset:
-    x = torch.randn(53, 8, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x.sum(1) / 8)
-
-
-def fit(strategy: Any, task: Fitting, run_dir: str) -> Tensor:
-    trainer = Trainer(strategy, max_duration="8step", callbacks=[], loggers=[], run_dir=run_dir)
-    trainer.fit(task, Data(train=samples(), batch_size=8))
-    return torch.cat([p.detach().reshape(-1) for p in task.parameters()])
+def fitting(make: Any) -> Fitting:
+    net = seeded(make)
+    momentum = 0.0 if isinstance(net, SparseEmbedding) else 0.9  # torch's has none for sparse gradients
+    return Fitting(net, lambda task: torch.optim.SGD(task.parameters(), lr=0.02, momentum=momentum))
 
 
 def distances_to_single(folder: str) -> tuple[dict[str, float], list[Any]]:
     found, used = {}, []
+    x = torch.randn(53, 8, generator=torch.Generator().manual_seed(1))
+    data = Data(train=TensorDataset(x, x.sum(1, keepdim=True) / 8), batch_size=8)
     for name, (make, arguments) in CASES.items():
-        torch.manual_seed(0)
-        start = Fitting(make())
-        accumulate = arguments.get("accumulate")
-        alone = torch.cat([p.detach().reshape(-1) for p in start.parameters()])
+        alone, task = fitting(make), fitting(make)
         if dist.get_rank() == 0:
-            alone = fit(SingleStrategy(device="cpu", accumulate=accumulate), copy.deepcopy(start), f"{folder}/1 {name}")
-        dist.broadcast(alone, 0)
-        task = copy.deepcopy(start)
-        ours = fit(DDPStrategy(device="cpu", bucket_cap_mb=SMALL_BUCKET_MB, **arguments), task, f"{folder}/ddp {name}")
-        found[name] = (ours - alone).abs().max().item()
+            single = SingleStrategy(device="cpu", accumulate=arguments.get("accumulate"))
+            fit(single, alone, data, max_duration="8step", run_dir=f"{folder}/1 {name}")
+        expected = flat(alone)
+        dist.broadcast(expected, 0)
+        ddp = DDPStrategy(device="cpu", bucket_cap_mb=SMALL_BUCKET_MB, **arguments)
+        fit(ddp, task, data, max_duration="8step", run_dir=f"{folder}/ddp {name}")
+        found[name] = (flat(task) - expected).abs().max().item()
         used += [task.net.used] if name == "unused" else []
     return found, used
 

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,15 @@ from torch import Tensor, nn
 from torch.distributed import run as torchrun
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from trainkit.strategies.ddp import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.marks import in_make_zoo
 from tests.program import Program, is_running, wait_until
+from tests.tasks import Fitting, flat, seeded, sgd
+from tests.tasks import fit as train
 from trainkit import Data, TaskModule, Trainer, UserError
 from trainkit.optim.precision import Precision
 from trainkit.testing import run_ranks
@@ -31,58 +34,34 @@ from trainkit.testing import run_ranks
 NUM_SAMPLES = 53
 
 
-class Regression(TaskModule):
+class Regression(Fitting):
     def __init__(self, *, weighted: bool = False, normalized: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
         middle = nn.BatchNorm1d(16) if normalized else nn.Tanh()
-        self.net = nn.Sequential(nn.Linear(8, 16), middle, nn.Linear(16, 1))
+        super().__init__(seeded(lambda: nn.Sequential(nn.Linear(8, 16), middle, nn.Linear(16, 1))), sgd)
         self.weighted = weighted
 
     def training_step(self, batch: Any) -> Any:
-        x, y = batch
-        errors = (self.net(x).squeeze(1) - y).square()
         if not self.weighted:
-            return errors.mean()
-        tokens = 1 + (x[:, 0] > 0)  # each sample counts once or twice
-        return {"loss": (errors * tokens).sum() / tokens.sum(), "weight": tokens.sum()}
-
-    def validation_step(self, batch: Any) -> dict[str, Tensor]:
+            return super().training_step(batch)
         x, y = batch
-        return {"loss": (self.net(x).squeeze(1) - y).square().mean()}
+        tokens = 1 + (x[:, :1] > 0)  # each sample counts once or twice
+        return {"loss": ((self.net(x) - y).square() * tokens).sum() / tokens.sum(), "weight": tokens.sum()}
+
+    def validation_step(self, batch: Any) -> Any:
+        return super().training_step(batch)
 
     def predict_step(self, batch: Any) -> Tensor:
         return batch[1]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
 
 def samples() -> TensorDataset:
     x = torch.randn(NUM_SAMPLES, 8, generator=torch.Generator().manual_seed(1))
-    return TensorDataset(x, x.sum(1))
+    return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def fit(
-    strategy: Any, task: TaskModule, *, batch_size: int = 12, max_duration: str = "2epoch", **settings: Any
-) -> Trainer:
-    trainer = Trainer(
-        strategy=strategy,
-        max_duration=max_duration,
-        callbacks=[],
-        loggers=[],
-        log_every="1step",
-        num_sanity_batches=0,
-        fast_dev_run=False,
-        run_dir=settings.pop("run_dir", Path(tempfile.gettempdir()) / f"trainkit-tests-{os.getpid()}"),
-        **settings,
-    )
-    trainer.fit(task, Data(train=samples(), validation=samples(), batch_size=batch_size))
-    return trainer
-
-
-def flat(task: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in task.parameters()])
+def fit(strategy: Any, task: TaskModule, *, batch_size: int = 12, **settings: Any) -> None:
+    data = Data(train=samples(), validation=samples(), batch_size=batch_size)
+    train(strategy, task, data, **{"max_duration": "2epoch", "log_every": "1step", **settings})
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -112,14 +91,8 @@ def weights_of_single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ten
     for task_arguments, _, settings in CASES.values():
         key = str((task_arguments, settings))
         if key not in found:
-            alone = Regression(**task_arguments)
-            fit(
-                SingleStrategy(device="cpu"),
-                alone,
-                run_dir=tmp_path_factory.mktemp("single"),
-                **AN_EPOCH_AND_A_STEP,
-                **settings,
-            )
+            alone, folder = Regression(**task_arguments), tmp_path_factory.mktemp("single")
+            fit(SingleStrategy(device="cpu"), alone, run_dir=folder, **AN_EPOCH_AND_A_STEP, **settings)
             found[key] = flat(alone)
     return {name: found[str((task_arguments, settings))] for name, (task_arguments, _, settings) in CASES.items()}
 
@@ -186,23 +159,28 @@ class Sizes(Dataset[Any]):
         return samples()[10 * index : 10 * index + self.sizes[index]]
 
 
-def empty_shards_at_first(folder: str) -> list[float]:
-    tasks: list[Regression] = []
-    for strategy in (SingleStrategy(device="cpu"), DDPStrategy(device="cpu"), TorchDDPStrategy(device="cpu")):
-        if dist.get_rank() and isinstance(strategy, SingleStrategy):
-            continue
-        tasks.append(Regression())
-        name = type(strategy).__name__
-        trainer = Trainer(strategy, max_duration="2epoch", callbacks=[], loggers=[], run_dir=f"{folder}/{name}")
-        trainer.fit(tasks[-1], Data(train=Sizes(), batch_size=None, shuffle=False))
-    weights = flat(tasks[0])
+def empty_shards_at_first(folder: str) -> dict[str, float]:
+    data, found = Data(train=Sizes(), batch_size=None, shuffle=False), {}
+    alone = Regression()
+    if dist.get_rank() == 0:
+        train(SingleStrategy(device="cpu"), alone, data, max_duration="2epoch", run_dir=f"{folder}/single")
+    weights = flat(alone)
     dist.broadcast(weights, 0)
-    return [(flat(task) - weights).abs().max().item() for task in tasks[-2:]]
+    for strategy in (
+        DDPStrategy(device="cpu"),
+        TorchDDPStrategy(device="cpu"),
+        FusionStrategy(device="cpu"),
+        FSDPStrategy(device="cpu", units=["Linear"]),
+    ):
+        name, task = type(strategy).__name__, Regression()
+        train(strategy, task, data, max_duration="2epoch", run_dir=f"{folder}/{name}")
+        found[name] = (flat(task) - weights).abs().max().item()
+    return found
 
 
 def test_ranks_may_have_no_samples_in_the_first_batch(tmp_path):
     for distances in run_ranks(empty_shards_at_first, 3, str(tmp_path)):
-        assert max(distances) < 2e-5
+        assert len(distances) == 4 and max(distances.values()) < 2e-5, distances
 
 
 def buffers_after_training(folder: str) -> list[float]:
@@ -316,11 +294,11 @@ def waits_and_refusals(folder: str) -> tuple[list[str], list[str]]:
     task.calls, task.training_step = 0, counted
     names = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu")
     originals = {name: getattr(Tensor, name) for name in names}
-    trainer = Trainer(DDPStrategy(device="cpu"), max_duration="4step", callbacks=[], loggers=[], run_dir=f"{folder}/w")
     for name, original in originals.items():
         setattr(Tensor, name, watched(name, original))
     try:
-        trainer.fit(task, Data(train=samples(), batch_size=12))
+        data = Data(train=samples(), batch_size=12)
+        train(DDPStrategy(device="cpu"), task, data, max_duration="4step", run_dir=f"{folder}/w")
     finally:
         for name, original in originals.items():
             setattr(Tensor, name, original)
@@ -415,50 +393,29 @@ def test_a_task_that_is_frozen_whole_is_rejected_with_advice(tmp_path):
         fit(DDPStrategy(devices=1, device="cpu"), task, run_dir=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"devices": 0}, "at least 1"),
-        ({"find_unused_parameters": "atuo"}, "Did you mean 'auto'"),
-        ({"transport": "nccl"}, "transport='nccl' is unknown"),
-        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose bf16, fp16 or None"),
-        ({"bucket_cap_mb": 0}, "a number of MiB above 0"),
-        ({"timeout_seconds": 0}, "a number of seconds above 0"),
-        ({"broadcast_buffers": "no"}, "broadcast_buffers must be True or False, got 'no'"),
-    ],
-)
-def test_wrong_settings_are_rejected(arguments, message):
-    with pytest.raises(UserError, match=message):
-        DDPStrategy(**arguments)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_missing_devices_are_rejected_before_a_process_starts():
     with pytest.raises(UserError, match="torch sees 0 CUDA devices"):
         DDPStrategy(devices=2, device="cuda").validate(Regression(), Precision())
 
 
-class Slow(TaskModule):
+class Slow(Fitting):
     """Leaves the pid of its rank in a folder, and takes time for a step."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.net, self.folder = nn.Linear(4, 1), folder
+        super().__init__(nn.Linear(4, 1))
+        self.folder = folder
 
     def training_step(self, batch: Any) -> Any:
         Path(self.folder, f"rank_{os.environ['RANK']}.pid").write_text(str(os.getpid()))
         time.sleep(0.05)
-        return self.net(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch)
 
 
 def train_slowly(folder: str, steps: int, devices: int | str) -> None:
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
     strategy = DDPStrategy(devices=devices, device="cpu")
-    trainer = Trainer(strategy, max_duration=f"{steps}step", callbacks=[], loggers=[], run_dir=folder)
-    trainer.fit(Slow(folder), data)
+    train(strategy, Slow(folder), data, max_duration=f"{steps}step", run_dir=folder)
 
 
 @pytest.fixture

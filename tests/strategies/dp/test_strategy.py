@@ -87,25 +87,22 @@ def test_batch_norm_normalizes_by_shard_and_keeps_the_statistics_of_replica_0(tr
     assert task.network[1].num_batches_tracked.item() == 4
 
 
-@pytest.mark.parametrize("last", [1, 2, 4], ids=lambda n: f"last batch of {n}")
-def test_shards_are_weighted_by_their_number_of_samples(trained, last):
-    single = trained(SingleStrategy(device="cpu"), *make("perceptron", 8 + last))
-    ours = trained(dp(3), *make("perceptron", 8 + last))
-    assert largest_difference(ours[1], single[1]) < 1e-6
+BF16 = {"precision": "bf16-mixed"}
+CASES = {
+    # devices, settings of dp, the task with its samples, settings of one device, settings of both Trainers
+    **{f"last batch of {n}": (3, {}, ("perceptron", 8 + n, 8), {}, {}) for n in (1, 2, 4)},
+    "micro-batches": (2, {"micro_batch_size": 3}, ("gpt", 40, 16), {}, {}),
+    "mixed precision as accumulation": (2, {}, ("perceptron", 24, 8), {"accumulate": 2}, BF16),
+    "clipped by the global norm": (3, {}, ("perceptron", 24, 8), {}, {"max_grad_norm": 0.01}),
+}
 
 
-def test_micro_batch_size_is_a_limit_for_one_device(trained):
-    strategy = dp(2, micro_batch_size=3)
-    assert (strategy.plan(16).micro_batches, strategy.plan(16).micro_batch_size) == (6, 3)
-    single = trained(SingleStrategy(device="cpu"), *make("gpt", 40, batch_size=16))
-    ours = trained(strategy, *make("gpt", 40, batch_size=16))
-    assert largest_difference(ours[1], single[1]) < 1e-6
-
-
-def test_mixed_precision_gives_the_weights_of_accumulation(trained):
-    ours = trained(dp(2), *make("perceptron", 24), precision="bf16-mixed")
-    single = trained(SingleStrategy(device="cpu", accumulate=2), *make("perceptron", 24), precision="bf16-mixed")
-    assert ours[0].network[0].weight.dtype == torch.float32
+@pytest.mark.parametrize("case", CASES)
+def test_weights_equal_those_of_one_device_with(trained, case):
+    num_devices, settings, (name, num_samples, batch_size), alone, common = CASES[case]
+    ours = trained(dp(num_devices, **settings), *make(name, num_samples, batch_size=batch_size), **common)
+    single = trained(SingleStrategy(device="cpu", **alone), *make(name, num_samples, batch_size=batch_size), **common)
+    assert {parameter.dtype for parameter in ours[0].parameters()} == {torch.float32}
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
@@ -114,12 +111,6 @@ def test_pre_batched_data_is_split_for_the_replicas(trained):
     batches = [list(rows) for rows in zip(inputs.split(8), targets.split(8), strict=True)]
     ours = trained(dp(2), Perceptron(), Data(train=batches))
     single = trained(SingleStrategy(device="cpu"), Perceptron(), Data(train=batches))
-    assert largest_difference(ours[1], single[1]) < 1e-6
-
-
-def test_gradients_are_clipped_by_the_global_norm(trained):
-    single = trained(SingleStrategy(device="cpu"), *make("perceptron", 24), max_grad_norm=0.01)
-    ours = trained(dp(3), *make("perceptron", 24), max_grad_norm=0.01)
     assert largest_difference(ours[1], single[1]) < 1e-6
 
 
@@ -149,34 +140,19 @@ def test_metrics_and_predictions_are_those_of_one_device(make_trainer, name):
         torch.testing.assert_close(ours.predict(task, data), single.predict(task, data))
 
 
-def test_an_evaluation_batch_is_split_over_all_replicas(make_trainer):
-    class Sizes(Perceptron):
+def test_an_evaluation_batch_is_split_over_all_replicas_of_which_none_builds_a_graph(make_trainer):
+    class Noting(Perceptron):
         def __init__(self):
             super().__init__()
             self.seen = []
 
         def validation_step(self, batch):
-            self.seen.append(len(batch[0]))
+            self.seen.append((len(batch[0]), torch.is_grad_enabled(), self.training))
             return super().validation_step(batch)
 
-    task = Sizes()
-    make_trainer(dp(2)).validate(task, Data(validation=numbers(8), batch_size=8))
-    assert task.seen == [2, 2, 2, 2]
-
-
-def test_no_replica_builds_a_graph_in_evaluation(make_trainer):
-    class Modes(Perceptron):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def validation_step(self, batch):
-            self.seen.append((torch.is_grad_enabled(), self.training))
-            return super().validation_step(batch)
-
-    task = Modes()
+    task = Noting()
     make_trainer(dp(2)).validate(task, Data(validation=numbers(24), batch_size=8))
-    assert task.seen == [(False, False)] * 12
+    assert task.seen == [(2, False, False)] * 12
 
 
 def test_a_batch_is_split_only_if_every_tensor_has_a_row_for_each_sample():
@@ -487,6 +463,11 @@ def test_a_run_warns_once_of_the_cost_of_transfers_and_names_ddp(make_trainer, c
     assert 0 < percentage < 100
     for phase in ("scatter", "replicate", "gather", "sum"):
         assert f"{phase} " in note
+
+
+def test_micro_batch_size_is_a_limit_for_one_device():
+    plan = dp(2, micro_batch_size=3).plan(16)
+    assert (plan.micro_batches, plan.micro_batch_size) == (6, 3)
 
 
 def test_the_plan_has_the_number_of_devices():

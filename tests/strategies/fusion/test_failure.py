@@ -25,21 +25,21 @@ TRANSPORTS = pytest.mark.parametrize(
 
 
 class FailingOnOne(Perceptron):
-    """Its third step fails on rank 1."""
+    """Its third step fails on one rank."""
 
-    fault = ""
+    rank, fault = 1, "raise"
     until = Path()
 
     def training_step(self, batch):
         self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 1:
+        if self.calls == 3 and dist.get_rank() == self.rank:
             _fail(self.fault, self.until)
         return super().training_step(batch)
 
 
 def _fail(fault: str, until: Path) -> None:
     if fault == "raise":
-        raise ZeroDivisionError("rank 1 cannot go on")
+        raise ZeroDivisionError(f"rank {dist.get_rank()} cannot go on")
     if fault == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     while not until.exists():

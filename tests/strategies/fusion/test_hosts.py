@@ -14,9 +14,10 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.communication_thread import CommunicationThread
 
 from tests.equality import StepWeights, largest_difference, numbers
-from tests.strategies.fusion.training import FailingOnLastRank, Partly, Wide, pretend_hosts, train, trained
-from tests.tasks import Recorder
-from trainkit import Callback, Data, TaskModule, Trainer, UserError
+from tests.strategies.fusion.test_failure import FailingOnOne
+from tests.strategies.fusion.training import Partly, Wide, pretend_hosts, train, trained
+from tests.tasks import EachStep, Fitting, fit
+from trainkit import Data, UserError
 from trainkit.distributed.collectives import gather
 from trainkit.testing import rank_outcomes, run_ranks
 
@@ -52,19 +53,10 @@ def differences_on_this_rank(run_dir):
             max_in_flight=2,
         )
         name = "gpt" if thread and reduce_dtype is None else "perceptron"
-        recorder = TransportRecorder()
+        recorder = EachStep(lambda run: run.strategy._transport.name)
         ours = trained(strategy, name, recorder, run_dir=run_dir / "fusion", precision="fp64")
-        found[servers, shard, thread, reduce_dtype] = (largest_difference(ours, singles[name]), recorder.name)
+        found[servers, shard, thread, reduce_dtype] = (largest_difference(ours, singles[name]), recorder.seen[-1])
     return found
-
-
-class TransportRecorder(Recorder):
-    """Records the transport and its bytes per step."""
-
-    name, num_bytes = "", 0
-
-    def on_step_end(self, run):
-        self.name, self.num_bytes = run.strategy._transport.name, run.strategy.bytes_a_step
 
 
 @pytest.mark.slow
@@ -92,9 +84,9 @@ def same_weights_on_all_ranks(run_dir, combinations):
             buffer_mb=0.0005,
             reduce_dtype=reduce_dtype,
         )
-        recorder = TransportRecorder()
+        recorder = EachStep(lambda run: run.strategy._transport.name)
         ours = trained(strategy, "perceptron", recorder, run_dir=run_dir / "fusion")
-        assert recorder.name == "shared_memory"
+        assert recorder.seen[-1] == "shared_memory"
         of_ranks = gather(ours, dist.group.WORLD)
         same = all(largest_difference(ours, other) == 0.0 for other in of_ranks)
         found[servers, shard, thread, reduce_dtype] = same
@@ -156,10 +148,10 @@ def test_flags_of_unused_parameters_reach_all_ranks_of_all_hosts(tmp_path):
 def bytes_on_this_rank(run_dir):
     found = {}
     for servers, shard in itertools.product(("rank", "host"), (False, True)):
-        recorder = TransportRecorder()
+        recorder = EachStep(lambda run: run.strategy.bytes_a_step)
         strategy = TwoRanksPerHost(device="cpu", servers=servers, shard_optimizer=shard)
         train(strategy, Wide(), Data(train=numbers(12), batch_size=6), recorder, run_dir=run_dir, steps=2)
-        found[servers, shard] = recorder.num_bytes
+        found[servers, shard] = recorder.seen[-1]
     return found
 
 
@@ -190,24 +182,26 @@ def test_one_server_per_host_needs_shared_memory(tmp_path):
         assert "servers=host" in message and "strategy.servers=rank" in message
 
 
-def failing(thread, run_dir):
-    strategy = TwoRanksPerHost(device="cpu", communication_thread=thread, shard_optimizer=True, timeout_seconds=600.0)
-    train(strategy, FailingOnLastRank(), Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
+def failing(kind, settings, run_dir):
+    pretend_hosts(2)
+    strategy, task = kind(device="cpu", timeout_seconds=600.0, **settings), FailingOnOne()
+    task.rank = 3
+    train(strategy, task, Data(train=numbers(24), batch_size=6), run_dir=run_dir, steps=6)
 
 
-@pytest.mark.parametrize("thread", [False, True])
-def test_a_failure_on_one_host_ends_the_ranks_of_all(thread, tmp_path):
-    outcomes = rank_outcomes(failing, 4, thread, tmp_path, patience=60)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (DDPStrategy, {}),
+        (FusionStrategy, {"communication_thread": False, "shard_optimizer": True}),
+        (FusionStrategy, {"communication_thread": True, "shard_optimizer": True}),
+    ],
+)
+def test_a_failure_on_one_host_ends_the_ranks_of_all(kind, settings, tmp_path):
+    outcomes = rank_outcomes(failing, 4, kind, settings, tmp_path, patience=60)
     assert "ZeroDivisionError: rank 3 cannot go on" in outcomes[3].failure
     for outcome in outcomes[:3]:
         assert "rank 3" in outcome.failure and "cannot go on" in outcome.failure
-
-
-class GroupRecorder(Recorder):
-    """Records the time-outs of all process groups in seconds."""
-
-    def on_step_end(self, run):
-        self.limits = limits_of_groups()
 
 
 def limits_of_groups():
@@ -224,10 +218,10 @@ def groups_of_strategies(run_dir):
         ("fusion", TwoRanksPerHost, {}),
         ("fusion, exchange", FusionStrategy, {"transport": "exchange"}),
     ):
-        recorder = GroupRecorder()
+        recorder = EachStep(lambda run: limits_of_groups())
         strategy = kind(device="cpu", timeout_seconds=77, **settings)
         train(strategy, Wide(), Data(train=numbers(12), batch_size=4), recorder, run_dir=run_dir / name, steps=2)
-        found[name] = recorder.limits, limits_of_groups()
+        found[name] = recorder.seen[-1], limits_of_groups()
     return found
 
 
@@ -245,39 +239,17 @@ def test_groups_of_a_strategy_have_its_time_out_and_end_with_it(tmp_path):
 # ---- Settings that follow from the hosts
 
 
-class Layers(TaskModule):
-    """Ten layers with one MiB of gradients each."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(10)))
-
-    def training_step(self, batch):
-        return self.layers(batch[0].expand(1, 512)).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Settings(Callback):
-    """Keeps the number of buckets, and whether a thread moves them."""
-
-    def on_step_end(self, run):
-        strategy = run.strategy
-        thread = isinstance(strategy.gradients.reducer.transport, CommunicationThread)
-        self.found = len(strategy.gradients.reducer.plan.buckets), thread
-
-
 def settings_between_hosts(run_dir):
+    """Return the number of buckets, and whether a thread moves them."""
     found = []
     for kind, one_host in itertools.product((DDPStrategy, FusionStrategy), (True, False)):
-        strategy, settings = kind(device="cpu"), Settings()
         pretend_hosts(2 if one_host else 1)
-        data = Data(train=TensorDataset(torch.ones(4, 1)), batch_size=2)
-        Trainer(
-            strategy, max_duration="2step", run_dir=f"{run_dir}/{dist.get_rank()}", callbacks=[settings], loggers=[]
-        ).fit(Layers(), data)
-        found.append(settings.found)
+        buckets = EachStep(lambda run: len(run.strategy.gradients.reducer.plan.buckets))
+        transports = EachStep(lambda run: run.strategy.gradients.reducer.transport)
+        layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(10)))  # of one MiB each
+        data, folder = Data(train=TensorDataset(torch.ones(4, 512)), batch_size=2), f"{run_dir}/{dist.get_rank()}"
+        fit(kind(device="cpu"), Fitting(layers), data, buckets, transports, max_duration="2step", run_dir=folder)
+        found.append((buckets.seen[-1], isinstance(transports.seen[-1], CommunicationThread)))
     return found
 
 

@@ -35,7 +35,7 @@ from tests.strategies.fusion.training import (
     train,
     trained,
 )
-from tests.tasks import Recorder, StopAt
+from tests.tasks import EachStep, Recorder, StopAt
 from trainkit import Data, UserError
 from trainkit.distributed.failure_store import RankError
 from trainkit.testing import run_ranks
@@ -127,9 +127,9 @@ def resumed_across(run_dir):
     for stop, shard in ((4, True), (6, False), (7, True)):
         strategy = FusionStrategy(device="cpu", buffer_mb=0.0005, shard_optimizer=shard)
         task, data = fresh()
-        kept = StateBytes()
+        kept = state_bytes()
         train(strategy, task, data, StopAt(stop), kept, run_dir=stopped, resume=stopped, steps=8, precision="fp64")
-        bytes_kept.append(kept.num_bytes)
+        bytes_kept.append(kept.seen[-1])
         dist.barrier()
     last = StepWeights()
     alone = run_dir / f"alone_{rank}"
@@ -139,14 +139,14 @@ def resumed_across(run_dir):
     return largest_difference(last.steps[-1:], whole.steps[-1:]), shapes, bytes_kept
 
 
-class StateBytes(Recorder):
-    """Records the size of this rank's optimizer state."""
+def state_bytes():
+    """Return a callback that keeps the size of this rank's optimizer state."""
 
-    num_bytes = 0
-
-    def on_step_end(self, run):
+    def look(run):
         state = run.phase_optimizer.optimizer.state
-        self.num_bytes = sum(value.nbytes for kept in state.values() for value in kept.values())
+        return sum(value.nbytes for kept in state.values() for value in kept.values())
+
+    return EachStep(look)
 
 
 def test_checkpoints_of_a_sharded_optimizer_are_full_and_resume_under_other_strategies(tmp_path):
@@ -197,13 +197,13 @@ def with_momentum_from_the_start(run_dir):
     """
     task, data = make("perceptron", 13, batch_size=6)
     task.configure_optimizers = lambda: OPTIMIZERS["sgd"](task)
-    kept, seen = StateBytes(), StepWeights()
+    kept, seen = state_bytes(), StepWeights()
     strategy = FusionStrategy(device="cpu", shard_optimizer=True)
     train(strategy, task, data, kept, seen, run_dir=run_dir / "fusion", on_nonfinite="skip", steps=4)
     own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in task.parameters())
     alone = run_dir / f"single_{dist.get_rank()}"
     single = trained(SingleStrategy(device="cpu"), "perceptron", run_dir=alone, on_nonfinite="skip")
-    return kept.num_bytes, largest_difference(seen.steps, single), own_memory
+    return kept.seen[-1], largest_difference(seen.steps, single), own_memory
 
 
 def test_each_rank_keeps_only_its_shard_of_the_momentum(tmp_path):
@@ -225,13 +225,11 @@ class EarlyReader(Perceptron):
         return (self.last(hidden).sum(1, keepdim=True) - batch[1]).square().mean()
 
 
-class Clamped(Recorder):
-    """Changes the weights in place after every step."""
-
-    def on_step_end(self, run):
-        with torch.no_grad():
-            for parameter in run.task.parameters():
-                parameter.clamp_(-0.2, 0.2)
+def clamp(run):
+    """Change the weights in place."""
+    with torch.no_grad():
+        for parameter in run.task.parameters():
+            parameter.clamp_(-0.2, 0.2)
 
 
 class StepRecorder(Recorder):
@@ -274,7 +272,7 @@ def steps_in_backward(run_dir):
         ):
             seen, recorder = StepWeights(), StepRecorder()
             folder = run_dir / (f"single_{dist.get_rank()}" if not steps else "fusion")
-            others = [Clamped()] if name == "clamped" else []
+            others = [EachStep(clamp)] if name == "clamped" else []
             if steps:
                 others.append(recorder)
             data = Data(train=numbers(24), batch_size=6)
@@ -530,18 +528,11 @@ class Lopsided(Perceptron):
 def bytes_on_this_rank(task, transports, run_dir):
     found = {}
     for transport, shard in itertools.product(transports, (False, True)):
-        recorder = BytesRecorder()
+        recorder = EachStep(lambda run: run.strategy.bytes_a_step)
         strategy = FusionStrategy(device="cpu", transport=transport, shard_optimizer=shard, buffer_mb=0.5)
         train(strategy, task(), Data(train=numbers(12), batch_size=6), recorder, run_dir=run_dir, steps=2)
-        found[transport, shard] = recorder.num_bytes
+        found[transport, shard] = recorder.seen[-1]
     return found
-
-
-class BytesRecorder(Recorder):
-    num_bytes = 0
-
-    def on_step_end(self, run):
-        self.num_bytes = run.strategy.bytes_a_step
 
 
 def test_every_rank_moves_about_the_same_number_of_bytes(tmp_path):
@@ -678,20 +669,3 @@ def test_all_servers_skip_a_step_if_a_gradient_overflows_on_one(tmp_path):
     for differences, skipped in run_ranks(scaled, 2, tmp_path):
         assert skipped[1] and not all(skipped)  # the third step
         assert max(differences) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"reduce_dtype": "bf61"}, "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose bf16, fp16 or None"),
-        ({"transport": "exchang"}, "Did you mean 'exchange'"),
-        ({"buffer_mb": 0}, "buffer_mb must be a number of MiB above 0"),
-        ({"max_in_flight": 0}, "max_in_flight must be a whole number"),
-        ({"servers": "hots"}, "Did you mean 'host'"),
-        ({"communication_thread": "yes"}, "communication_thread must be auto, True or False"),
-        ({"optimizer_in_backward": "yes"}, "optimizer_in_backward must be auto, True or False"),
-    ],
-)
-def test_settings_are_checked_at_once(settings, message):
-    with pytest.raises(UserError, match=message):
-        FusionStrategy(**settings)

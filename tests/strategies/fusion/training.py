@@ -10,7 +10,8 @@ from torch import nn
 from trainkit.strategies.transports import hosts
 
 from tests.equality import Perceptron, StepWeights, make
-from trainkit import TaskModule, Trainer
+from tests.tasks import fit
+from trainkit import TaskModule
 
 OPTIMIZERS = {
     "sgd": lambda task: torch.optim.SGD(task.parameters(), lr=0.1, momentum=0.9),
@@ -30,17 +31,8 @@ def pretend_hosts(ranks_of_a_host):
     hosts.host_name = lambda: f"host {dist.get_rank() // ranks_of_a_host}"
 
 
-def train(strategy, task, data, *callbacks, resume=None, run_dir=None, steps=6, **settings):
-    trainer = Trainer(
-        strategy,
-        max_duration=f"{steps}step",
-        callbacks=list(callbacks),
-        loggers=[],
-        num_sanity_batches=0,
-        run_dir=run_dir,
-        **settings,
-    )
-    return trainer.fit(task, data, resume=resume)
+def train(strategy, task, data, *callbacks, steps=6, **settings):
+    return fit(strategy, task, data, *callbacks, max_duration=f"{steps}step", **settings)
 
 
 def trained(strategy, name, *callbacks, optimizer="sgd", steps=4, **settings):
@@ -97,14 +89,6 @@ class Partly(Perceptron):
 class Wide(Perceptron):
     def build(self):
         self.network = nn.Sequential(nn.Linear(8, 1000), nn.Tanh(), nn.Linear(1000, 1))
-
-
-class FailingOnLastRank(Wide):
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 3:
-            raise ZeroDivisionError("rank 3 cannot go on")
-        return super().training_step(batch)
 
 
 def naive_bytes_per_server(variables: Sequence[int], world_size: int) -> list[int]:

@@ -8,13 +8,13 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.transports.communication_thread import CHECK_SECONDS, CommunicationThread
 from trainkit.strategies.transports.host_copy import HostCopier
 from trainkit.strategies.transports.sharded import FusionSettings, ShardTransport
 
 from tests.equality import Perceptron, numbers
+from tests.strategies.fusion.test_failure import FailingOnOne
 from tests.strategies.fusion.training import train, trained
 from tests.tasks import Recorder
 from trainkit import Data
@@ -233,14 +233,6 @@ def test_weights_are_bit_equal_with_and_without_thread_and_slow_copies(tmp_path)
             for other in others:
                 for ours, theirs in zip(first, other, strict=True):
                     assert all(torch.equal(ours[name], theirs[name]) for name in ours), case
-
-
-class FailingOnOne(Perceptron):
-    def training_step(self, batch):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 3 and dist.get_rank() == 1:
-            raise ZeroDivisionError("rank 1 cannot go on")
-        return super().training_step(batch)
 
 
 def failing(transport, run_dir):

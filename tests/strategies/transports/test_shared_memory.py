@@ -9,7 +9,7 @@ import os
 import resource
 import stat
 import subprocess
-import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +34,7 @@ from trainkit.strategies.transports.shared_memory import (
     why_no_shared_memory,
 )
 
+from tests.strategies.transports.sums import wrong_sums
 from trainkit.distributed.collectives import gather
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.testing import run_ranks
@@ -90,40 +91,14 @@ def open_files() -> set[str]:
 
 
 def sums_of_all_types() -> list[str]:
-    transport = transport_of_all_ranks()
-    sizes = [
-        (1, torch.float32),
-        (100_003, torch.float32),
-        (0, torch.float32),
-        (777, torch.float64),
-        (1000, torch.bfloat16),
-        (33, torch.float16),
-        (400_000, torch.complex64),
-    ]
-    flats = transport.allocate(sizes)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    wrong = []
-    for turn in range(5):
-        parts = [
-            [torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(100 * turn + r)) for n, dtype in sizes]
-            for r in range(world_size)
-        ]
-        reductions = []
-        for number, flat in enumerate(flats):
-            flat.copy_(parts[rank][number])
-            reductions.append(transport.start(number, where="a test"))
-            if rank == turn % world_size:
-                time.sleep(0.002)  # ranks are never in step
-        for number, reduction in enumerate(reductions):
-            reduction.wait()
-            expected = parts[0][number].clone()
-            for part in parts[1:]:
-                expected += part[number]  # in rank order, so that the sum is the same bit for bit
-            if not torch.equal(flats[number], expected):
-                wrong.append(f"turn {turn}, {sizes[number]}")
-    transport.close()
-    transport.close()
-    return wrong
+    return wrong_sums(transport_of_all_ranks(), in_rank_order)
+
+
+def in_rank_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 @pytest.mark.parametrize("num_ranks", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
