@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from trainkit.data.data import check_sample_weights
-from trainkit.data.order import GlobalOrder, WeightedOrder, _hash, sample_seed
+from trainkit.data.order import GlobalOrder, LengthGroupedOrder, WeightedOrder, _hash, sample_seed
 
 HUGE = 2**40
 
@@ -141,9 +141,12 @@ def test_computed_order_has_as_many_fixed_points_as_chance_gives() -> None:
     assert abs(fixed - orders) < 5 * sqrt(orders)
 
 
-def test_computed_order_is_the_same_in_every_release() -> None:
+def test_orders_are_the_same_in_every_release() -> None:
     order = GlobalOrder(10**9, seed=42)
     assert order.slice(3, 123_456_789, 123_456_794).tolist() == COMPUTED_ORDER
+    assert GlobalOrder(25, seed=42, computed_above=0).slice(3, 0, 6).tolist() == [18, 7, 19, 2, 8, 14]
+    grouped = LengthGroupedOrder([7 * index % 11 for index in range(60)], batch_size=1, seed=42)
+    assert grouped.slice(3, 47, 53).tolist() == [4, 58, 33, 34, 32, 8]
     draws = WeightedOrder(torch.ones(1000), HUGE, seed=42)
     assert draws.slice(3, 2**33 - 3, 2**33 + 3).tolist() == WEIGHTED_DRAWS
 
