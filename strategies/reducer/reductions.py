@@ -140,9 +140,6 @@ class BucketReductions:
             gradient = bucket.entries[0].parameter.grad
             # Private: the public methods require the sum to be coalesced, which costs a sort.
             return [gradient is not None and gradient._nnz() > 0]
-        if bucket.flags is not None:
-            bucket.flags.wait()
-            bucket.flags = None
         # Waits for the device, but only on a rank that had parameters without a gradient.
         return [bool(count) for count in bucket.used_flags.tolist()]
 

@@ -409,27 +409,54 @@ class Shuffled(Positioned):
 
 @pytest.mark.parametrize("position", [0, 4])
 def test_an_iterable_dataset_continues_from_the_end_of_an_epoch_as_from_its_middle(position):
-    loader = loader_of(Data(train=Shuffled(8), batch_size=4))
-    whole = [flat(read(loader, epoch)) for epoch in range(2)]
+    def loader(**settings):
+        return loader_of(Data(train=Shuffled(24), batch_size=4, **settings))
 
-    loader = loader_of(Data(train=Shuffled(8), batch_size=4))
-    step_batches = loader.step_batches(0, 0)
-    for _ in range(2 if position == 0 else 1):
+    first = loader()
+    whole = [flat(read(first, epoch)) for epoch in range(3)]
+    assert whole[0] != whole[1] != whole[2]
+
+    stopped, again, in_worker = loader(), loader(), loader(num_workers=1)
+    step_batches = stopped.step_batches(0, 0)
+    for _ in range(6 if position == 0 else 1):
         next(step_batches)
-    saved = loader.state_dict(position)
-    again = loader_of(Data(train=Shuffled(8), batch_size=4))
-    again.load_state_dict(saved)
+    if position == 0:
+        next(stopped.step_batches(1, 0))  # the next epoch is read ahead
+    again.load_state_dict(stopped.state_dict(position))
     if position:
         assert flat(read(again, 0, position)) == whole[0][position:]
-    assert flat(read(again, 1)) == whole[1] != whole[0]
+    assert [flat(read(again, epoch)) for epoch in (1, 2)] == whole[1:]
+    if position == 0:
+        in_worker.load_state_dict(stopped.state_dict(0))
+        assert flat(read(in_worker, 1)) == whole[0], "in a worker every epoch begins at the same state"
+        assert in_worker.state_dict(0) == {}
 
 
-def test_a_dataset_saved_at_its_end_starts_again():
-    loader = loader_of(Data(train=Positioned(8), batch_size=4))
+class Rewinding(Positioned):
+    """Goes back to its first sample when it is iterated again, but not when a state was loaded."""
+
+    is_loaded = False
+
+    def set_epoch(self, epoch):
+        pass
+
+    def __iter__(self):
+        self.position = self.position if self.is_loaded else 0
+        self.is_loaded = False
+        return super().__iter__()
+
+    def load_state_dict(self, saved):
+        super().load_state_dict(saved)
+        self.is_loaded = True
+
+
+@pytest.mark.parametrize("kind", [Positioned, Rewinding])
+def test_a_dataset_saved_at_its_end_starts_again(kind):
+    loader = loader_of(Data(train=kind(8), batch_size=4))
     read(loader, 0)
     saved = loader.state_dict(0)
     assert saved["dataset"] == {"position": 8}
-    again = loader_of(Data(train=Positioned(8), batch_size=4))
+    again = loader_of(Data(train=kind(8), batch_size=4))
     again.load_state_dict(saved)
     assert flat(read(again, 1)) == list(range(8))
 

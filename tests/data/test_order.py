@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from trainkit.data.data import check_sample_weights
-from trainkit.data.order import GlobalOrder, WeightedOrder, sample_seed
+from trainkit.data.order import GlobalOrder, LengthGroupedOrder, WeightedOrder, _hash, sample_seed
 
 HUGE = 2**40
 
@@ -141,9 +141,14 @@ def test_computed_order_has_as_many_fixed_points_as_chance_gives() -> None:
     assert abs(fixed - orders) < 5 * sqrt(orders)
 
 
-def test_computed_order_is_the_same_in_every_release() -> None:
+def test_orders_are_the_same_in_every_release() -> None:
     order = GlobalOrder(10**9, seed=42)
     assert order.slice(3, 123_456_789, 123_456_794).tolist() == COMPUTED_ORDER
+    assert GlobalOrder(25, seed=42, computed_above=0).slice(3, 0, 6).tolist() == [18, 7, 19, 2, 8, 14]
+    grouped = LengthGroupedOrder([7 * index % 11 for index in range(60)], batch_size=1, seed=42)
+    assert grouped.slice(3, 47, 53).tolist() == [4, 58, 33, 34, 32, 8]
+    draws = WeightedOrder(torch.ones(1000), HUGE, seed=42)
+    assert draws.slice(3, 2**33 - 3, 2**33 + 3).tolist() == WEIGHTED_DRAWS
 
 
 def test_slice_owns_its_memory() -> None:
@@ -213,6 +218,13 @@ def test_weighted_draws_of_neighbours_and_epochs_are_unrelated() -> None:
     first, second = order.slice(0, 0, count), order.slice(1, 0, count)
     assert abs(z_of_uniform_cells(first[:-1] * 16 + first[1:], 256)) < 5
     assert abs(z_of_uniform_cells(first * 16 + second, 256)) < 5
+    far = WeightedOrder(torch.ones(16), HUGE, seed=1).slice(0, 2**32, 2**32 + count)
+    assert abs(z_of_uniform_cells(first * 16 + far, 256)) < 5
+
+
+def test_no_two_words_share_a_hash() -> None:
+    words = torch.randint(2**32, (1_000_000,), generator=torch.Generator().manual_seed(0)).unique()
+    assert _hash(words, (1, 2)).unique().numel() == words.numel()  # of random numbers a hundred would be equal
 
 
 @given(start=st.integers(0, 50_000), length=st.integers(0, 20_000), step=st.integers(1, 9))
@@ -278,4 +290,5 @@ def correlation(first: Tensor, second: Tensor) -> float:
 
 
 COMPUTED_ORDER = [599661547, 370260919, 814842122, 809878173, 476945088]
+WEIGHTED_DRAWS = [121, 573, 845, 118, 671, 316]
 SAMPLE_SEEDS = [2558736989570252433, 16914669369030367833, 504330199755280741]

@@ -126,7 +126,7 @@ def fail_or_hang(rank: int) -> None:
 
 
 def test_a_failure_ends_ranks_that_hang():
-    failed, hung = run_processes([partial(fail_or_hang, 0), partial(fail_or_hang, 1)], patience=0.0)
+    failed, hung = run_processes([partial(fail_or_hang, 0), partial(fail_or_hang, 1)], patience=0.1)
     assert "ValueError: of rank 0" in failed.failure
     assert "had not ended when the others were stopped" in hung.failure
     assert hung.is_consequence

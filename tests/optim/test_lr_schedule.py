@@ -51,16 +51,17 @@ def test_the_plan_of_a_recipe_with_another_batch_shows_it(typed, shown, tmp_path
 
 
 def test_a_resumed_run_with_another_batch_shows_it(tmp_path, capsys):
-    def train(batch_size, steps, **more):
+    def train(batch_size, steps, folder="run", **more):
+        data = [regression_data(32)[:8]] * 4 if batch_size is None else regression_data(32)
         trainer = Trainer(
             "single",
             max_duration=f"{steps}step",
             callbacks=["checkpoint", "model_summary"],
             loggers=[],
-            run_dir=tmp_path / "run",
+            run_dir=tmp_path / folder,
         )
         task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.01))
-        trainer.fit(task, Data(train=regression_data(32), batch_size=batch_size), **more)
+        trainer.fit(task, Data(train=data, batch_size=batch_size), **more)
         return capsys.readouterr().out
 
     assert "lr scaling" not in train(4, 2)
@@ -69,6 +70,8 @@ def test_a_resumed_run_with_another_batch_shows_it(tmp_path, capsys):
     assert (
         "lr scaling   0.01 as set; linear scaling from the resumed run's global batch of 4 to 8 makes 0.02" in resumed
     )
+    train(None, 2, "pre-batched")
+    assert "lr scaling" not in train(4, 3, "pre-batched", resume=tmp_path / "pre-batched")
 
 
 def test_a_manual_schedule_steps_only_when_the_task_does(tmp_path):

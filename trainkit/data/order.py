@@ -190,7 +190,7 @@ class LengthGroupedOrder:
         short = [batches.pop()] if len(batches[-1]) < self._batch_size else []
         if self._shuffle and batches:
             # By the group, so that any group can be made alone, after a resume or on another rank.
-            generator = torch.Generator().manual_seed(sample_seed(self._seed, epoch, number) % 2**63)
+            generator = torch.Generator().manual_seed(sample_seed(self._seed, epoch, number))
             batches = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
         group = torch.cat([*batches, *short])
         self._cached = (epoch, number, group)

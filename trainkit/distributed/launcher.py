@@ -252,9 +252,8 @@ def _collect(
             if not outcomes[rank].seconds:
                 outcomes[rank] = _died(rank, processes[rank])
         if any(outcome.failure for outcome in outcomes):
-            # Once, at the first failure: later failures do not extend the time.
+            # The earliest counts: later failures do not extend the time.
             deadline = min(deadline, time.monotonic() + patience)
-            patience = math.inf
     # Only beyond the caller's `timeout` are stacks of interest; after a failure its cause is known.
     if time.monotonic() >= limit:
         _abort([processes[rank] for rank in running.values()])

@@ -134,13 +134,13 @@ def test_phases_in_stages_with_copies_and_in_single_precision_have_the_weights_o
 
 
 def _step(*leaf_modules, constraints=()):
-    """Return a graph of leaf modules in a row, each with a parameter of the same name and a second of time."""
+    """Return a graph of leaf modules in a row, each with a parameter of the same name and three seconds of time."""
     nodes = []
     for index, name in enumerate(leaf_modules):
         node = Node(index, name, True, "", "here", inputs=(index - 1,) if index else ())
         node.outputs = (NodeOutput(index, True),)
         node.parameters = (f"{name}.weight",)
-        node.cost = NodeCost(forward_seconds=1.0)
+        node.cost = NodeCost(forward_seconds=1.0, backward_seconds=2.0)
         nodes.append(node)
     nodes.append(Node(len(nodes), RETURN, False, "", "the end", inputs=(len(nodes) - 1,)))
     values = [Value((4,), torch.float32, False) for _ in leaf_modules]
@@ -186,6 +186,18 @@ def test_a_step_that_is_made_less_often_counts_less():
 
     assert often.cuts == (2,)
     assert partition(seldom.graph, num_stages=2, shared_parameters="replicated").cuts == (3,)
+    assert [node.cost.backward_seconds for node in seldom.graph.nodes[:2]] == [2.0, 0.02]
+
+
+def test_stages_keep_the_memory_of_the_heaviest_step_alone():
+    bond = [CutConstraint(0, 1, "they talk")]
+    for constraints, kept in (((), [30, 0, 0, 20, 0, 0]), (bond, [30, 5, 0, 0, 0, 0])):
+        steps = [_step("a", "b", constraints=constraints), _step("a", "b")]
+        for step, sizes in zip(steps, ([30.0, 5.0, 0.0], [10.0, 20.0, 0.0]), strict=True):
+            for node, size in zip(step.nodes, sizes, strict=True):
+                node.cost.activation_bytes = size
+        merged = merge_graphs(steps, [1.0, 1.0])
+        assert [node.cost.activation_bytes for node in merged.graph.nodes] == kept
 
 
 def test_steps_that_use_modules_in_opposite_orders_cannot_be_split_between_them():

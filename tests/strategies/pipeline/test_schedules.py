@@ -126,6 +126,7 @@ def test_no_rank_has_more_micro_batches_than_the_limit_for_more_idle_time(name, 
 
     _assert_complete(actions, num_ranks, num_micro_batches)
     _assert_happens_before(spans, num_ranks)
+    assert schedule.in_flight(num_micro_batches) == [*map(_most_in_flight, actions)]
     assert max(map(_most_in_flight, actions)) <= limit
     assert idle_share(spans) == pytest.approx(schedule.bubble(num_micro_batches))
     assert schedule.bubble(num_micro_batches) >= Schedule(name, num_ranks).bubble(num_micro_batches) - 1e-9

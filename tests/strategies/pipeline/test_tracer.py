@@ -78,6 +78,60 @@ def test_a_write_in_place_is_a_new_output_with_the_same_value():
     assert added.written == added.inputs
 
 
+def test_a_switch_of_requires_grad_is_an_output():
+    def step(task, batch):
+        return task.first((batch * 2).requires_grad_()).sum()
+
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    doubled, switched, *_ = graph.nodes
+    assert [output.requires_grad for output in (*doubled.outputs, *switched.outputs)] == [False, True]
+
+
+def test_random_calls_are_known_and_each_call_has_a_key_of_its_own():
+    def step(task, batch):
+        return F.dropout(F.dropout(task.first(batch))).sum()
+
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert [node.name for node in graph.nodes if node.is_random] == ["dropout"] * 2
+    assert len({node.key for node in graph.nodes}) == len(graph.nodes)
+
+
+def test_a_leaf_module_uses_what_it_is_given_first_and_then_what_its_code_finds():
+    found = []
+
+    class Finds(nn.Module):
+        def forward(self, x):
+            return x + found[-1]
+
+    def step(task, batch):
+        found.append(task.first(batch))
+        return task.last(batch).sum()
+
+    graph = _trace(_Step(step, first=nn.Linear(3, 3), last=Finds()), torch.randn(2, 3), "first", "last")
+
+    first, last, *_ = graph.nodes
+    assert last.inputs == (*first.inputs, first.outputs[0].value) and last.num_given == 1
+
+
+def test_a_module_that_asks_for_a_length_which_depends_on_elements_reads_them():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            positive = self.linear(x).flatten()
+            doubled = positive[positive > 0] * 2
+            return doubled.sum() / (len(doubled) + 1)
+
+    task = _Step(lambda task, batch: task.asks(batch), asks=Asks())
+    result = trace(task, task.training_step, torch.randn(2, 3), leaf_modules=frozenset({"asks.linear"}))
+
+    assert result.reading_modules == {"asks"}
+
+
 def test_a_constant_that_a_model_value_is_written_to_is_not_local():
     def step(task, batch):
         table = torch.zeros(2, 2, 3)
@@ -158,6 +212,16 @@ def test_parameters_are_found_where_they_are_used():
     assert users["tokens.weight"] == ["tokens", "head"]
     assert users["positions"] == ["__getitem__"]
     assert users["blocks.1.qkv.bias"] == ["blocks.1"]
+
+
+def test_a_conversion_that_changes_nothing_is_no_use_of_a_parameter():
+    def step(task, batch):
+        task.first.weight.to(torch.float32)
+        return task.first(batch).sum()
+
+    graph = _trace(_Step(step, first=nn.Linear(3, 3)), torch.randn(2, 3), "first")
+
+    assert [graph.nodes[index].name for index in graph.parameter_users["first.weight"]] == ["first"]
 
 
 def test_a_trace_preserves_buffers_gradients_batch_and_generators():

@@ -1,9 +1,10 @@
 """Bucket plans, as drawings and as properties."""
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from trainkit.strategies.reducer.bucket_plan import MIB, GradientSpec, plan_buckets, ring_bytes
+from trainkit.strategies.reducer.bucket_plan import DEFAULT_CAP_BYTES, MIB, GradientSpec, plan_buckets, ring_bytes
 
 
 def spec(numel: int, kind: str = "f32", *, sparse: bool = False) -> GradientSpec:
@@ -16,8 +17,12 @@ def test_buckets_fill_in_reverse_order_and_close_at_the_cap():
     #                      small  up to 80 bytes  rest
 
 
+def test_caps_are_those_of_torch():
+    assert (dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20) == (MIB, DEFAULT_CAP_BYTES)
+
+
 def test_a_parameter_larger_than_the_cap_is_not_split():
-    plan = plan_buckets([spec(10), spec(1000), spec(10)], cap_bytes=80, first_cap_bytes=80)
+    plan = plan_buckets([spec(10), spec(1000), spec(10)], cap_bytes=41, first_cap_bytes=41)
     assert plan.draw() == "[2 1] [0]"
 
 
@@ -81,8 +86,11 @@ def test_every_parameter_is_in_exactly_one_bucket_and_offsets_leave_no_gap(specs
 
 @given(specs=specs_lists, cap=st.integers(1, 400))
 def test_only_the_last_parameter_of_a_bucket_passes_the_cap(specs, cap):
-    for bucket in plan_buckets(specs, cap_bytes=cap, first_cap_bytes=cap).buckets:
-        assert sum(specs[i].numel for i in bucket.parameters[:-1]) * 4 < cap or bucket.sparse
+    buckets = [b for b in plan_buckets(specs, cap_bytes=cap, first_cap_bytes=cap).buckets if not b.sparse]
+    last = {bucket.kind: bucket for bucket in buckets}
+    for bucket in buckets:
+        assert sum(specs[i].numel for i in bucket.parameters[:-1]) * 4 < cap
+        assert bucket.numel * 4 >= cap or bucket is last[bucket.kind]
 
 
 def test_each_bucket_has_its_own_cap_and_the_last_cap_is_that_of_all_others():

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import time
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from trainkit.strategies.ddp.comm_hooks import average_hook
 from trainkit.strategies.reducer.bucket_plan import MIB
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
+from trainkit.strategies.reducer.reductions import BucketReductions
 from trainkit.strategies.reducer.unused_parameters import unreached_parameters
 from trainkit.strategies.transports.selection import open_transport
 
@@ -182,18 +186,26 @@ class Table(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-def a_sparse_gradient_that_only_the_last_rank_has_reaches_all() -> None:
+def a_sparse_gradient_that_only_the_last_rank_has_reaches_all(average: bool, with_hook: bool) -> None:
     torch.manual_seed(0)
-    model = Table()
-    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=ReducerSettings(average=False))
-    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model, world_size = Table(), dist.get_world_size()
+    reducer = Reducer(list(model.named_parameters()), group=dist.group.WORLD, settings=ReducerSettings(average=average))
+    if with_hook:  # which sparse gradients bypass
+        reducer.register_hook(dist.group.WORLD, average_hook)
+    is_last = dist.get_rank() == world_size - 1
     for _ in range(2):
         model.zero_grad()
         with reducer.session():
             rows = model.table(torch.tensor([[1, 1, 7]])) if is_last else torch.ones(1, 4)
             model.head(rows).sum().backward()
-    sums = model.head.weight.detach().sum(0)  # what each looked-up row gets
+    share = 1 / world_size if average else 1.0
+    sums = share * model.head.weight.detach().sum(0)  # what each looked-up row gets
     assert torch.allclose(model.table.weight.grad.to_dense()[[1, 7]], torch.stack([2 * sums, sums]))
+    assert torch.allclose(model.head.bias.grad, torch.full((2,), share * world_size))
+    kept = model.table.weight.grad.to_dense()
+    with reducer.session():
+        model.head(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(model.table.weight.grad.to_dense(), kept), "nobody has added to it"
     reducer.close()
 
 
@@ -338,7 +350,6 @@ FACTS = [
     the_first_reduction_takes_along_what_was_only_added_up,
     buckets_are_rebuilt_in_rank_0s_order_of_arrival,
     a_rank_without_samples_adds_zeros,
-    a_sparse_gradient_that_only_the_last_rank_has_reaches_all,
     the_norm_is_that_of_all_gradients,
     an_exception_before_any_reduction_leaves_no_session,
     a_static_graph_learns_what_is_used,
@@ -351,6 +362,8 @@ def all_facts() -> None:
         fact()
     for average in (True, False):
         a_gradient_that_nobody_adds_to_stays_as_it_is(average)
+        for with_hook in (False, True):
+            a_sparse_gradient_that_only_the_last_rank_has_reaches_all(average, with_hook)
     for find_unused in ("auto", "graph"):
         ranks_may_have_different_unused_parameters(find_unused)
     for transport in ("auto", "process_group"):
@@ -361,3 +374,12 @@ def all_facts() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_facts_of_the_reducer(num_ranks):
     run_ranks(all_facts, num_ranks)
+
+
+def test_the_flags_beside_a_hook_are_known_once_the_hook_has_ended():
+    collective = SimpleNamespace(device=torch.device("cpu"), group=SimpleNamespace(size=lambda: 2))
+    reductions, flat, flags = BucketReductions(ReducerSettings(), collective), torch.ones(3), Mock()
+    reductions.register_hook(None, average_hook)
+    pending = SimpleNamespace(advance=lambda: True, result=flat)
+    reductions.run_hooks([SimpleNamespace(pending_hook=pending, flat=flat, flags=flags)])
+    flags.wait.assert_called_once()
