@@ -261,6 +261,27 @@ def test_a_stream_that_keeps_its_position_is_not_read_again(make_trainer, stop):
     assert streams[-1].read == 3 * 18 - trained_before
 
 
+class Endless(StatefulStream):
+    """Goes on in the next epoch where the last one was left."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield self.samples[self.position % len(self.samples)]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 6])
+def test_a_stream_of_which_a_limit_makes_epochs_resumes(make_trainer, stop):
+    def data():
+        return Data(train=Endless(), batch_size=4)
+
+    whole, resumed = both_ways(make_trainer, dropout_task, data, stop=stop, limit_train_batches=3)
+    assert_same_bits(resumed, whole)
+
+
 def test_an_iterable_dataset_without_a_position_warns_that_it_is_read_again(make_trainer, caplog):
     both_ways(make_trainer, dropout_task, lambda: Data(train=Stream(), batch_size=4), stop=2)
     assert "first 8 samples are read again" in caplog.text

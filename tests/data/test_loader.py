@@ -450,6 +450,51 @@ class Rewinding(Positioned):
         self.is_loaded = True
 
 
+class Continuing(Positioned):
+    """Goes on where it is when it is iterated again."""
+
+    def set_epoch(self, epoch):
+        pass
+
+
+@pytest.mark.parametrize("kind", [Continuing, Rewinding, Shuffled, Positioned])
+@pytest.mark.parametrize("limit", [2, 3])
+def test_a_resume_after_an_epoch_that_the_limit_ended_reads_what_an_uninterrupted_run_does(kind, limit):
+    def loader():
+        return loader_of(Data(train=kind(40), batch_size=4), limit=limit)
+
+    uninterrupted = loader()
+    whole = [flat(read(uninterrupted, epoch)) for epoch in range(3)]
+    first = loader()
+    read(first, 0)
+    for epoch in (1, 2):
+        resumed = loader()
+        resumed.load_state_dict(first.state_dict(0))
+        assert flat(read(resumed, epoch)) == whole[epoch]
+        first = resumed
+    for epoch in (0, 1):
+        stopped, resumed = loader(), loader()
+        for earlier in range(epoch):
+            read(stopped, earlier)
+        next(stopped.step_batches(epoch, 0))
+        resumed.load_state_dict(stopped.state_dict(4))
+        assert flat(read(resumed, epoch, 4)) == whole[epoch][4:]
+        again = loader()
+        again.load_state_dict(resumed.state_dict(0))
+        assert flat(read(resumed, epoch + 1)) == flat(read(again, epoch + 1)) == whole[epoch + 1]
+
+
+def test_a_resume_after_an_epoch_of_one_step_warns_that_the_dataset_begins_again(caplog):
+    def loader():
+        return loader_of(Data(train=Continuing(24), batch_size=4), limit=1)
+
+    stopped, resumed = loader(), loader()
+    assert flat(read(stopped, 0) + read(stopped, 1)) == list(range(8)) and not caplog.messages
+    resumed.load_state_dict(stopped.state_dict(0))
+    assert flat(read(resumed, 2)) == list(range(4))
+    assert len(caplog.messages) == 1 and "Set trainer.limit_train_batches to 2 or more" in caplog.text
+
+
 @pytest.mark.parametrize("kind", [Positioned, Rewinding])
 def test_a_dataset_saved_at_its_end_starts_again(kind):
     loader = loader_of(Data(train=kind(8), batch_size=4))

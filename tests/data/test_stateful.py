@@ -188,6 +188,21 @@ def test_a_stream_continues_at_its_exact_sample_on_two_ranks(kind, num_workers, 
     assert not caplog.text
 
 
+@pytest.mark.parametrize("kind", sorted(STREAMS.keys() - {"a loader of shuffled nodes"}))  # whose state has no seed
+def test_a_stream_of_which_a_limit_makes_epochs_continues_as_it_would_have(kind, caplog):
+    def loader():
+        return loader_of(stream_data(kind, 0), limit=2)
+
+    uninterrupted, stopped = loader(), loader()
+    whole = [flat(read(uninterrupted, epoch)) for epoch in range(4)]
+    for epoch in range(3):
+        assert flat(read(stopped, epoch)) == whole[epoch]
+        saved, stopped = stopped.state_dict(0), loader()
+        stopped.load_state_dict(saved)
+    assert flat(read(stopped, 3)) == whole[3]
+    assert not caplog.text
+
+
 def test_a_stream_is_opened_once_for_an_epoch_and_gets_its_number():
     stream = StatefulIterators(8)
     loader = loader_of(Data(train=stream, batch_size=4))

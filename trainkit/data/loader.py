@@ -420,8 +420,12 @@ class IterableBatchLoader(BatchLoader):
             # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
             following = Taken([], 0) if steps_left == 0 else self._take(samples, position)
             self._remember(position, state)
-            if not following.num_items and steps_left != 0 and self._continues_over_epochs:
-                self._remember(0, self._state_after(samples))  # the end, from which the next epoch continues
+            if not following.num_items and self._continues_over_epochs:
+                # The end, from which the next epoch continues or not: what the dataset does when it is iterated again.
+                if steps_left != 0:
+                    self._remember(0, self._state_after(samples))
+                elif not self._repeat_first:
+                    self._remember(0, self._state_at_limit(position, taken))
             yield self._step_batch(taken, ends_epoch=not following.num_items)
 
     def batches(self) -> Iterator[MicroBatch]:
@@ -479,6 +483,11 @@ class IterableBatchLoader(BatchLoader):
                 "shuffles, draw from a generator that is seeded in set_epoch, or set num_workers=1."
             )
 
+    def _state_at_limit(self, position: int, last: Taken) -> dict[str, Any]:
+        """Return the state before the last step of an epoch that the limit ended, and the items to read from there."""
+        # Not the state after it: loaded, it might continue where an iteration that was left would begin again.
+        return {**self._states.get(position - last.num_items, {}), "rest": last.num_items}
+
     def _can_resume(self, samples: Any) -> bool:
         """Return True if the dataset has a state after the first global batch."""
         return bool(self._state_after(samples))
@@ -498,10 +507,14 @@ class IterableBatchLoader(BatchLoader):
         has_state = self._keeps_position and restored.get("position") == position
         if position == 0 and has_state:
             has_state = self._continues_over_epochs
-            if has_state:
+            if has_state and "rest" in restored:
+                self._end_epoch(restored, epoch - 1)
+                has_state = False
+            elif has_state:
                 self._dataset.load_state_dict(restored["dataset"])  # before set_epoch, as in a run without a resume
         set_epoch(self._dataset, epoch)
         if has_state and position:
+            self._states[position] = {key: value for key, value in restored.items() if key != "position"}
             return self._from_state(restored, epoch, position)
         samples = self._samples(epoch, 0)
         if has_state:
@@ -519,6 +532,19 @@ class IterableBatchLoader(BatchLoader):
         what = "samples" if self.stage_data.batch_size else "batches"
         consequence = f"its first {position} {what} are read again and skipped{random}."
         logger.warning("the iterable training dataset %s: %s", reason, consequence)
+
+    def _end_epoch(self, restored: dict[str, Any], epoch: int) -> None:
+        """Read the last step of an epoch that the limit ended, so that the dataset is as it was after it."""
+        if "dataset" not in restored:
+            logger.warning(
+                "the iterable training dataset has no saved position at the end of an epoch of one step: the resumed "
+                "run begins it again. Set trainer.limit_train_batches to 2 or more."
+            )
+            return
+        set_epoch(self._dataset, epoch)
+        self._dataset.load_state_dict(restored["dataset"])
+        with preserve_rng():  # the generators are already those after the step
+            deque(islice(iter(self._dataset), restored["rest"]), maxlen=0)
 
     def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
         """Return the samples from a saved state, which the process that reads them loads."""
