@@ -137,13 +137,15 @@ class SavedGenerators:
             self._states |= {name: _state(name) for name in _differing(fingerprints, self._fingerprints)}
             self._fingerprints = fingerprints
 
+    def drawn(self) -> set[str]:
+        """Return the names of the generators that differ from the saved states: python, numpy, torch."""
+        fingerprints = _fingerprints()
+        return set() if fingerprints == self._fingerprints else _differing(fingerprints, self._fingerprints)
+
     def restore(self) -> set[str]:
         """Restore what differs from the saved states; return the names of the generators: python, numpy, torch."""
-        fingerprints = _fingerprints()
-        if fingerprints == self._fingerprints:
-            return set()
         # The fingerprints stay valid: with the saved states the generators have those of `save` again.
-        drawn = _differing(fingerprints, self._fingerprints)
+        drawn = self.drawn()
         for name in drawn:
             _set_state(name, self._states[name])
         return drawn

@@ -261,6 +261,24 @@ def test_a_stream_that_keeps_its_position_is_not_read_again(make_trainer, stop):
     assert streams[-1].read == 3 * 18 - trained_before
 
 
+class Drawing(StatefulStream):
+    def __iter__(self):
+        for sample in super().__iter__():
+            yield [value + 0.1 * torch.rand(()) for value in sample]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_draws_of_a_stream_are_those_of_its_worker_or_a_warning_says_what_to_set(make_trainer, caplog, num_workers):
+    def data():
+        return Data(train=Drawing(), batch_size=4, num_workers=num_workers)
+
+    whole, resumed = both_ways(make_trainer, dropout_task, data, stop=2)
+    warnings = [text for text in caplog.messages if "draws from the generators of torch" in text]
+    assert ["Set data.num_workers=1" in text for text in warnings] == [True, True, True] * (num_workers == 0)
+    if num_workers:
+        assert_same_bits(resumed, whole)
+
+
 class Endless(StatefulStream):
     """Goes on in the next epoch where the last one was left."""
 

@@ -50,7 +50,7 @@ from trainkit.data.readers import (
 )
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
-from trainkit.rng import preserve_rng
+from trainkit.rng import SavedGenerators, preserve_rng
 from trainkit.state import TrainState
 from trainkit.tree import num_rows, rows, tree_leaves
 
@@ -406,10 +406,14 @@ class IterableBatchLoader(BatchLoader):
         self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
         samples = self._from(epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
+        generators = SavedGenerators()
+        if not self._is_checked:
+            generators.save()
         following = self._take(samples, position)
         # Collective, so all ranks come here after the first global batch, before any of them computes.
         if not self._is_checked:
             self._is_checked = True
+            self._warn_of_draws(generators.drawn())
             self._check_first(samples, is_full=following.num_items == self._step_items, skipped=position)
         while following.num_items:
             # The state is read before the next step batch is, which moves the dataset on.
@@ -481,6 +485,16 @@ class IterableBatchLoader(BatchLoader):
                 "all items in the same order: of W ranks, each keeps every W-th. If the dataset divides its items by "
                 "rank, some are lost: let it yield all, or define num_shards and shard(num_shards, index). If it "
                 "shuffles, draw from a generator that is seeded in set_epoch, or set num_workers=1."
+            )
+
+    def _warn_of_draws(self, drawn: set[str]) -> None:
+        """Warn of a stream that draws in this process, ahead of the step that a checkpoint is of."""
+        if drawn and self._continues_over_epochs and self.rank == 0:
+            logger.warning(
+                "the iterable training dataset draws from the generators of %s that training uses too: a run that is "
+                "resumed within an epoch gets other draws. Set data.num_workers=1, or draw from a generator whose "
+                "state is in state_dict.",
+                " and ".join(sorted(drawn)),
             )
 
     def _state_at_limit(self, position: int, last: Taken) -> dict[str, Any]:
