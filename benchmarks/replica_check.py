@@ -1,6 +1,6 @@
 """Share of training that the comparison of replicas takes: `ddp` on ranks of one host, with default log points.
 
-    python benchmarks/replica_check.py [--ranks 2] [--steps 1000]
+    python benchmarks/replica_check.py [--ranks 2] [--steps 6000]
 
 Each task is a stack of square layers. The time of a comparison is that of its checksums and of the first step's
 collective; at log points the sums travel with the metrics, in a collective that is there anyway.
@@ -59,7 +59,7 @@ def measure(width: int, layers: int, steps: int) -> tuple[int, float, int, float
 
     ReplicaCheck.sums = timed(ReplicaCheck.sums)  # type: ignore[method-assign]
     task = Stack(width, layers)
-    data = Data(train=TensorDataset(torch.randn(1600, width)), batch_size=16)
+    data = Data(train=TensorDataset(torch.randn(16 * 200, width)), batch_size=16)
     strategy = DDPStrategy(device="cpu")
     trainer = Trainer(strategy, max_duration=f"{steps}step", callbacks=[], loggers=[], report=False)
     result = trainer.fit(task, data)
@@ -70,11 +70,11 @@ def main() -> None:
     """Print a row for each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=6000)
     options = parser.parse_args()
     print("| parameters | ms a step | comparisons | ms each | share |\n| ---: | ---: | ---: | ---: | ---: |")
     for width, layers in SIZES:
-        steps = max(options.steps * 64 // width, 200)
+        steps = max(options.steps * 64**2 // width**2, 200)
         first = run_ranks(measure, options.ranks, width, layers, steps, timeout=900)[0]
         parameters, total, count, compared = first
         row = f"{parameters:,} | {1e3 * total / steps:.2f} | {count} in {steps} steps | {1e3 * compared / count:.2f}"

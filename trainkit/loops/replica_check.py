@@ -21,8 +21,8 @@ from trainkit.phases import PhaseStep
 from trainkit.run import Run
 from trainkit.strategy import local_state
 
-# Steps. A comparison takes 0.5 ms or more: 0.5 % of this many steps of 1 ms, and steps of two ranks are hardly shorter.
-_LONGEST_PAUSE = 100
+# Steps. A comparison takes 0.6 ms or more: 0.4 % of this many steps of 0.8 ms; those of two ranks are hardly shorter.
+_LONGEST_PAUSE = 200
 
 
 class ReplicaCheck:
