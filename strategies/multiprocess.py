@@ -53,6 +53,7 @@ T = TypeVar("T")
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+# Not compared by its fields: a strategy is hashed by its identity, and its fields are tensors and groups too.
 @dataclass(kw_only=True, eq=False, repr=False)
 class MultiProcessStrategy(Strategy):
     """One process for each device, started here or by torchrun.

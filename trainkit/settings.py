@@ -1,7 +1,7 @@
 """Settings: the check of a constructor's arguments against its annotations, which the command line reads for types too.
 
     every: Annotated[int, Ge(1), Unit("steps")]                  a whole number of steps, at least 1
-    decay: Annotated[float, Gt(0), Lt(1), "0.9 is usual"]        a number, above 0 and below 1; 0.9 is usual
+    decay: Annotated[float, Gt(0), Lt(1), "0.9 is usual"]        a number above 0 and below 1; 0.9 is usual
     mode: Literal["min", "max"]                                  min or max
 
 Bounds and units are those of the package annotated-types; a text ends the message of a wrong number.
@@ -43,7 +43,7 @@ _BOUNDS: Mapping[type, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Limits:
+class _Limits:
     """The numbers that an annotation allows: those of `kind`, `int` or `float`, within the bounds in `metadata`."""
 
     kind: type
@@ -96,14 +96,14 @@ def check_arguments(
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise UserError if the setting `name` is not one of the choices."""
     if value not in choices:
-        near = nearest(str(value), map(str, choices))
-        raise UserError(f"{name}={value!r} is unknown.{near} Choose {_listed(list(map(str, choices)))}.")
+        names = [str(choice) for choice in choices]
+        raise UserError(f"{name}{_unknown(value, names, names)}")
 
 
 @dataclass(frozen=True)
 class _Setting:
     classes: tuple[type, ...]
-    limits: Limits | None
+    limits: _Limits | None
     choices: tuple[Any, ...]
     names: tuple[str, ...]
     """The classes in words, without those of numbers."""
@@ -116,14 +116,15 @@ class _Setting:
         if not isinstance(value, accepted) or (isinstance(value, bool) and bool not in self.classes):
             words = [*map(str, self.choices), *self.names, *([str(self.limits)] if self.limits else [])]
             if self.choices and self.classes in ((), (NoneType,)):
-                near = nearest(str(value), [str(choice) for choice in self.choices])
-                return f"={value!r} is unknown.{near} Choose {_listed(words)}."
+                return _unknown(value, [str(choice) for choice in self.choices], words)
             return f" must be {_listed(words)}, got {value!r}{self.limits.note if self.limits else ''}."
-        is_number = self.limits is not None and not isinstance(value, (bool, str, Path, NoneType))
-        message = self.limits.error(value) if is_number and self.limits is not None else None
+        if self.limits is None or isinstance(value, bool) or not isinstance(value, Real):
+            return None
+        message = self.limits.error(value)
         return None if message is None else f" {message}"
 
 
+# Annotations are text, whose evaluation takes longer than the check of all arguments.
 @cache
 def _settings_of(owner: Any, classes: Sequence[tuple[type, str]]) -> dict[str, _Setting]:
     """Return what is accepted, for each argument whose type can be checked."""
@@ -145,6 +146,7 @@ def _annotations(owner: Any) -> dict[str, Any]:
 def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
     """Return an annotation that may be text; `Any` for one with a name that only type checkers import."""
     try:
+        # The code of an annotation, from a module that is imported already.
         return eval(annotation, dict(names)) if isinstance(annotation, str) else annotation
     except Exception:
         return Any
@@ -165,12 +167,17 @@ def _setting(annotation: Any, words: Mapping[Any, Sequence[str]]) -> _Setting | 
         kind, *metadata = get_args(part) if get_origin(part) is Annotated else (part,)
         kind = NoneType if kind is None else kind
         if kind in _NUMBERS:
-            limits = Limits(kind, tuple(metadata))
+            limits = _Limits(kind, tuple(metadata))
         elif kind not in words:
             return None
         classes.append(kind)
         names += words.get(kind, ())
     return _Setting(tuple(classes), limits, tuple(choices), tuple(names))
+
+
+def _unknown(value: object, choices: Sequence[str], words: Sequence[str]) -> str:
+    """Return the end of the message about a value that is no choice; `words` is all that is accepted."""
+    return f"={value!r} is unknown.{nearest(str(value), choices)} Choose {_listed(words)}."
 
 
 def _listed(words: Sequence[str]) -> str:
