@@ -261,22 +261,105 @@ def test_a_stream_that_keeps_its_position_is_not_read_again(make_trainer, stop):
     assert streams[-1].read == 3 * 18 - trained_before
 
 
-class Drawing(StatefulStream):
+class DrawingWithoutState(Stream):
     def __iter__(self):
         for sample in super().__iter__():
             yield [value + 0.1 * torch.rand(()) for value in sample]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_draws_of_a_stream_are_those_of_its_worker_or_a_warning_says_what_to_set(make_trainer, caplog, num_workers):
-    def data():
-        return Data(train=Drawing(), batch_size=4, num_workers=num_workers)
+class Drawing(DrawingWithoutState, StatefulStream):
+    pass
 
-    whole, resumed = both_ways(make_trainer, dropout_task, data, stop=2)
-    warnings = [text for text in caplog.messages if "draws from the generators of torch" in text]
-    assert ["Set data.num_workers=1" in text for text in warnings] == [True, True, True] * (num_workers == 0)
-    if num_workers:
-        assert_same_bits(resumed, whole)
+
+@pytest.mark.parametrize("stop", [2, 8], ids=["in epoch 0", "in epoch 1"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stream", [Drawing, DrawingWithoutState])
+def test_a_resumed_run_has_the_draws_of_a_stream(make_trainer, caplog, stream, num_workers, stop):
+    def data():
+        return Data(train=stream(), batch_size=4, num_workers=num_workers)
+
+    whole, resumed = both_ways(make_trainer, dropout_task, data, stop=stop)
+    assert_same_bits(resumed, whole)
+    assert "reads other data" not in caplog.text
+
+
+class OrderFromGlobalGenerator(StatefulStream):
+    """Draws its order in `set_epoch`."""
+
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch)
+        self.order = torch.randperm(len(self.samples)).tolist()
+
+    def __iter__(self):
+        while self.position < len(self.samples):
+            self.position += 1
+            yield self.samples[self.order[self.position - 1]]
+
+
+class ShuffleBuffer(StatefulStream):
+    """Endless: replaces one sample of a buffer, which the global generator of Python chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = list(range(6))
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        while True:
+            place = random.randrange(6)
+            number, self.buffer[place] = self.buffer[place], self.position % 18
+            self.position += 1
+            yield self.samples[number]
+
+    def state_dict(self):
+        return {**super().state_dict(), "buffer": list(self.buffer)}
+
+    def load_state_dict(self, saved):
+        super().load_state_dict(saved)
+        self.buffer = list(saved["buffer"])
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize("stream", [OrderFromGlobalGenerator, ShuffleBuffer])
+def test_a_resumed_run_has_the_order_that_a_stream_draws(make_trainer, caplog, stream, stop):
+    whole, resumed = both_ways(
+        make_trainer, dropout_task, lambda: Data(train=stream(), batch_size=4), stop=stop, limit_train_batches=3
+    )
+    assert_same_bits(resumed, whole)
+    assert "reads other data" not in caplog.text
+
+
+class OrderNotInState(StatefulStream):
+    """Draws its order when it is iterated, and saves a position in it alone."""
+
+    def __iter__(self):
+        order = torch.randperm(len(self.samples))
+        while self.position < len(self.samples):
+            self.position += 1
+            yield self.samples[int(order[self.position - 1])]
+
+
+class SeededByChance(Stream):
+    def __iter__(self):
+        generator = torch.Generator()
+        generator.seed()
+        for sample in super().__iter__():
+            yield [value + torch.rand((), generator=generator) for value in sample]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("stream", "remedy"),
+    [(OrderNotInState, "Its state_dict must have"), (SeededByChance, "Seed generators of its own")],
+)
+def test_a_resumed_stream_that_goes_on_with_another_item_is_warned_of(
+    make_trainer, caplog, stream, remedy, num_workers
+):
+    both_ways(make_trainer, dropout_task, lambda: Data(train=stream(), batch_size=4, num_workers=num_workers), stop=2)
+    (warning,) = [text for text in caplog.messages if "reads other data" in text]
+    assert "item 8 of epoch 0" in warning and remedy in warning
 
 
 class Endless(StatefulStream):

@@ -3,10 +3,11 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from trainkit.checkpoint.store import CheckpointStore
-from trainkit.rng import preserve_rng, rng_state, seed_everything, set_rng_state
+from trainkit.rng import SavedGenerators, preserve_rng, rng_state, seed_everything, set_rng_state
 
 
 def draw():
@@ -62,3 +63,28 @@ def test_the_generators_are_as_they_were_also_after_an_error():
     except RuntimeError:
         pass
     assert draw() == expected
+
+
+@pytest.mark.parametrize("draws", [0, 1])
+@pytest.mark.parametrize("draws_before", [0, 1])
+def test_seeds_of_a_block_are_undone_at_its_end(draws_before, draws):
+    seed_everything(3)
+    expected = [draw() for _ in range(draws_before + 1)][-1]
+    seed_everything(3)
+    for _ in range(draws_before):
+        draw()  # which keeps the second of a pair of normal numbers
+    generators = SavedGenerators()
+    for seed in (4, 5):
+        with generators.seeded(seed):
+            for _ in range(draws):
+                draw()
+    assert draw() == expected
+
+
+def test_a_seed_of_a_block_fixes_its_draws():
+    generators, seen = SavedGenerators(), []
+    for seed in (4, 5, 4):
+        with generators.seeded(seed):
+            seen.append(draw())
+        draw()
+    assert seen[0] == seen[2] != seen[1]

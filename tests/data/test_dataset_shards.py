@@ -375,13 +375,12 @@ class Drawing(Parts):
             self.index, self.epoch = index, None
 
         def set_epoch(self, epoch):
-            self.epoch = epoch
+            self.epoch, self.shift = epoch, random.random()
 
         def __iter__(self):
             for number in range(5):
-                yield torch.stack(
-                    [torch.tensor(float(v)) for v in (self.epoch, self.index, number, random.random(), torch.rand(()))]
-                )
+                drawn = (self.shift, random.random(), torch.rand(()))
+                yield torch.stack([torch.tensor(float(v)) for v in (self.epoch, self.index, number, *drawn)])
 
     def shard(self, num_shards, index):
         return self.Part(index)

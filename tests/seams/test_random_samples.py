@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, WeightedRandomSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler, default_collate
 
-from tests.seams.training import BATCH_SIZE, BOUND, WIDTH, Layers, difference, samples, trained
+from tests.seams.training import BATCH_SIZE, BOUND, EVERY, WIDTH, Layers, difference, samples, trained
 from trainkit import Callback, Data, Trainer
 from trainkit.data.order import sample_seed
-from trainkit.data.readers import make_reader
+from trainkit.data.readers import make_reader, request_seed
 from trainkit.rng import DrawSeeds, rng_state, seed_everything
 
 SEED = 7
@@ -120,8 +120,34 @@ def test_every_rank_has_the_rows_of_the_same_random_global_batch(strategy):
     assert difference(weights, trained_on(seeded(dataset, index) for index in range(len(dataset)))) < BOUND
 
 
-def test_the_draws_of_a_step_do_not_depend_on_those_of_the_dataset():
-    weights = [trained("single", WithDropout(), data=data(Augmented(), num_workers=number)) for number in (0, 1)]
+class Stream(IterableDataset):
+    """Yields the samples of a dataset that draws, shuffled by a global generator within blocks of 8."""
+
+    def __iter__(self):
+        dataset = Augmented()
+        for start in range(0, len(dataset), 8):
+            yield from random.sample([dataset[index] for index in range(start, start + 8)], 8)
+
+
+def plain_loop_over_stream():
+    def batches():
+        samples = iter(Stream())
+        for position in range(0, len(Augmented()), BATCH_SIZE):
+            seed_everything(request_seed(SEED, 0, position))
+            yield default_collate([next(samples) for _ in range(BATCH_SIZE)])
+
+    return trained_on(batches())
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_a_stream_that_draws_is_that_of_a_plain_loop_under_every_strategy(strategy):
+    weights = trained(strategy, Layers(), data=data(Stream()))
+    assert difference(weights, plain_loop_over_stream()) < BOUND
+
+
+@pytest.mark.parametrize("make", [Augmented, Stream])
+def test_the_draws_of_a_step_do_not_depend_on_those_of_the_dataset(make):
+    weights = [trained("single", WithDropout(), data=data(make(), num_workers=number)) for number in (0, 1)]
     assert difference(*weights) == 0
 
 
@@ -144,11 +170,11 @@ class Validations(Callback):
         self.losses.append(metrics["validation/loss"])
 
 
-def test_an_evaluation_has_the_same_random_crops_each_time():
+@pytest.mark.parametrize("make", [lambda: Subset(Augmented(), range(4, 20)), Stream], ids=["map-style", "stream"])
+def test_an_evaluation_has_the_same_random_crops_each_time(make):
     task, losses = Layers(), []
     for num_workers in (0, 0, 1):
-        subset = Subset(Augmented(), range(4, 20))
-        loaded = Data(validation=subset, evaluation_batch_size=4, num_workers=num_workers)
+        loaded = Data(validation=make(), evaluation_batch_size=4, num_workers=num_workers)
         losses.append(Trainer(seed=SEED, loggers=[], callbacks=[]).validate(task, loaded)["validation/loss"])
     assert len({*losses}) == 1
 

@@ -94,8 +94,9 @@ class Data:
     by the run's seed, the epoch and the index alone; so random augmentation is the same for any number of workers and
     ranks, any strategy, and after a resume. Where an order repeats samples within an epoch, the position in it takes
     the place of the index. What a collate function draws is seeded by its first sample, and differs with the number
-    of ranks. With `seed_samples=False` the dataset draws from the generators of the process, or of workers that seed
-    them for each micro-batch. An evaluation always counts as epoch 0.
+    of ranks. For an `IterableDataset` without shards the generators are seeded before each global batch, by the run's
+    seed, the epoch and the position. With `seed_samples=False` the dataset draws from the generators of the process,
+    or of workers that seed them for each micro-batch. An evaluation always counts as epoch 0.
 
     A dataset may define `get_sample(index, seed)`, which is then called in place of `__getitem__`, to seed another
     generator:

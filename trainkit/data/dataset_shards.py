@@ -10,14 +10,13 @@ from itertools import islice
 from math import gcd
 from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from trainkit.data.order import sample_seed
-from trainkit.data.readers import StartWorker, WorkerIterator, start_worker
+from trainkit.data.readers import BEFORE_FIRST, StartWorker, WorkerIterator, start_worker
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
-from trainkit.rng import seed_python, seeded_python
+from trainkit.rng import SavedGenerators
 
 Lengths = list[int | None]
 """Samples of each shard; `None` where that is not known yet."""
@@ -34,7 +33,8 @@ def lengths_of_shards(dataset: Any, *, epoch: int) -> Lengths:
     """Return the length of each shard in an epoch, `None` for shards without one."""
     num_shards = num_shards_of(dataset) or 1
     try:
-        return [len(open_shard(dataset, num_shards, index, epoch)) for index in range(num_shards)]
+        with SavedGenerators():
+            return [len(open_shard(dataset, num_shards, index, epoch)) for index in range(num_shards)]
     # A shard without `__len__`, or with that of an abstract class.
     except (TypeError, NotImplementedError):
         return [None] * num_shards
@@ -160,6 +160,7 @@ class ShardChunks(IterableDataset[Chunk]):
     ) -> None:
         self._dataset, self._starts, self._lengths = dataset, starts, lengths
         self._chunk_size, self._seed, self._epoch = chunk_size, seed, epoch
+        self._generators = SavedGenerators()
 
     def __iter__(self) -> Iterator[Chunk]:
         shards = {shard: self._chunks(shard, start) for shard, start in self._starts.items()}
@@ -172,17 +173,19 @@ class ShardChunks(IterableDataset[Chunk]):
                 yield chunk
 
     def _chunks(self, shard: int, start: ShardStart) -> Iterator[Chunk]:
-        dataset = open_shard(self._dataset, len(self._lengths), shard, self._epoch)
-        seeks, read, seed = can_seek(dataset), start.read, sample_seed(self._seed, self._epoch, shard)
-        if start.state is not None:
-            dataset.load_state_dict(start.state)
+        seed = sample_seed(self._seed, self._epoch, shard)
+        with self._generators.seeded(sample_seed(seed, 0, BEFORE_FIRST) % 2**63):
+            dataset = open_shard(self._dataset, len(self._lengths), shard, self._epoch)
+            if start.state is not None:
+                dataset.load_state_dict(start.state)
+        seeks, read = can_seek(dataset), start.read
         samples: Iterator[Any] | None = None
         length, is_last = self._lengths[shard], False
         while not is_last:
             # Chunks begin at fixed samples, so that a resume in a chunk reads it under the same seed.
             number = read // self._chunk_size
             stop = (number + 1) * self._chunk_size
-            with _seeded(sample_seed(seed, 0, number) % 2**63), _without_worker_info():
+            with self._generators.seeded(sample_seed(seed, 0, number) % 2**63), _without_worker_info():
                 samples = iter(dataset) if samples is None else samples
                 chunk = list(islice(samples, stop - read))
                 first, read = read, read + len(chunk)
@@ -198,19 +201,6 @@ class ShardChunks(IterableDataset[Chunk]):
             chunk = chunk[max(start.taken - first, 0) :]
             if chunk or is_last:
                 yield Chunk(shard, chunk, read, state, is_last)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed python, numpy and torch on the CPU in the block, and outside of workers restore them at its end."""
-    if get_worker_info() is not None:  # its generators are used here alone; to save and restore numpy's takes 0.5 ms
-        seed_python(seed)
-        torch.default_generator.manual_seed(seed)
-        yield
-        return
-    with seeded_python(seed), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
 
 
 @contextmanager

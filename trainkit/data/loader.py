@@ -8,8 +8,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from itertools import chain, count, islice
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ from trainkit.data.order import (
     fingerprint,
 )
 from trainkit.data.readers import (
+    BEFORE_FIRST,
     Request,
     SampleReader,
-    StreamPosition,
-    WorkerIterator,
+    StreamInWorker,
     WorkerPool,
     collate,
     make_reader,
@@ -57,6 +58,7 @@ from trainkit.tree import num_rows, rows, tree_leaves
 logger = logging.getLogger(__name__)
 
 _STATES_KEPT = 4  # a prefetch is one step ahead, for which two are enough
+_SET_EPOCH = BEFORE_FIRST - 1  # the position that seeds `set_epoch`
 _CANNOT_SEEK = "has no state_dict and load_state_dict with an exact position"
 
 
@@ -383,11 +385,17 @@ class RowSplitter:
 
 
 class IterableBatchLoader(BatchLoader):
-    """Reads an iterable dataset in its own order: a rank reads all samples, and keeps every W-th of a global batch."""
+    """Reads an iterable dataset in its own order: a rank reads all samples, and keeps every W-th of a global batch.
+
+    Python, numpy and torch are seeded for each global batch by the seed, the epoch and the position: ranks and workers
+    read the same samples, and so does a resumed run.
+    """
 
     def __init__(self, stage_data: StageData, strategy: ShardsData, **settings: Any) -> None:
         super().__init__(stage_data, strategy, **settings)
         self._states: dict[int, dict[str, Any]] = {}  # position -> state of the dataset for a checkpoint
+        self._next_items: dict[int, list[Any]] = {}  # position -> the first item after it, if any
+        self._generators = SavedGenerators()
         self._restored: dict[str, Any] = {}
         self._dataset = with_state(stage_data.dataset)
         self._keeps_position = can_seek(self._dataset)
@@ -404,16 +412,16 @@ class IterableBatchLoader(BatchLoader):
         epoch = 0 if self._repeat_first else epoch
         # The state of position 0 was saved at the end of the epoch before: a save before the first step still needs it.
         self._states = {0: self._states[0]} if 0 in self._states and position == 0 else {}
-        samples = self._from(epoch, position)
+        # Used once: a later epoch must not begin from the position of the resume.
+        restored, self._restored = self._restored, {}
+        samples = self._from(restored, epoch, position)
         steps_left = None if self.limit is None else self.limit - position // self._step_items
-        generators = SavedGenerators()
-        if not self._is_checked:
-            generators.save()
-        following = self._take(samples, position)
+        self._next_items = {}
+        following = self._take(samples, epoch, position)
+        self._check_resumed(restored, epoch, position)
         # Collective, so all ranks come here after the first global batch, before any of them computes.
         if not self._is_checked:
             self._is_checked = True
-            self._warn_of_draws(generators.drawn())
             self._check_first(samples, is_full=following.num_items == self._step_items, skipped=position)
         while following.num_items:
             # The state is read before the next step batch is, which moves the dataset on.
@@ -422,8 +430,10 @@ class IterableBatchLoader(BatchLoader):
             if steps_left is not None:
                 steps_left -= 1
             # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
-            following = Taken([], 0) if steps_left == 0 else self._take(samples, position)
+            following = Taken([], 0) if steps_left == 0 else self._take(samples, epoch, position)
             self._remember(position, state)
+            if not following.num_items:
+                self._next_items.pop(0, None)  # that of the next epoch is not known
             if not following.num_items and self._continues_over_epochs:
                 # The end, from which the next epoch continues or not: what the dataset does when it is iterated again.
                 if steps_left != 0:
@@ -433,21 +443,28 @@ class IterableBatchLoader(BatchLoader):
             yield self._step_batch(taken, ends_epoch=not following.num_items)
 
     def batches(self) -> Iterator[MicroBatch]:
-        samples = self._samples(0, 0)
-        for number in range(self.limit) if self.limit is not None else count():
-            step_batch = self._read(samples, number)
-            if not step_batch:
-                return
+        for number, step_batch in enumerate(self._global_batches()):
             # Samples are numbered over all batches: predictions are put back in order by r, r + W, ...
             first = (self.rank - number * self._step_items) % self.world_size
             yield from self._micro_batches(step_batch[first :: self.world_size])
+
+    def _global_batches(self) -> Iterator[list[Any]]:
+        """Yield the samples of each global batch of an evaluation."""
+        samples = self._samples(0, 0)
+        for number in range(self.limit) if self.limit is not None else count():
+            step_batch = self._read(samples, 0, number * self._step_items)
+            if not step_batch:
+                return
+            yield step_batch
 
     def first_micro_batch(self) -> MicroBatch | None:
         # To read one would move the dataset on, and not every dataset can go back.
         return None
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        return {"position": position, **self._states[position]} if position in self._states else {}
+        if position not in self._states:
+            return {}
+        return {"position": position, **self._states[position], **self._next_item(position)}
 
     def first_state(self) -> dict[str, Any]:
         with suppress(Exception):  # a dataset may have a state only while it is read
@@ -459,9 +476,10 @@ class IterableBatchLoader(BatchLoader):
 
     def _state_after(self, samples: Any) -> dict[str, Any]:
         """Return the state of the dataset after the samples that were read, for a checkpoint."""
-        if isinstance(samples, WorkerIterator):
-            return {} if samples.position is None else samples.position._asdict()
-        saved = state_of(self._dataset) if self._keeps_position else {}
+        if isinstance(samples, StreamInWorker):
+            saved = samples.state
+        else:
+            saved = state_of(self._dataset) if self._keeps_position else {}
         return {"dataset": saved} if saved else {}
 
     def _check_first(self, samples: Any, *, is_full: bool, skipped: int) -> None:
@@ -484,23 +502,34 @@ class IterableBatchLoader(BatchLoader):
                 "the first item of the iterable training dataset is not the same on all ranks, but each rank must read "
                 "all items in the same order: of W ranks, each keeps every W-th. If the dataset divides its items by "
                 "rank, some are lost: let it yield all, or define num_shards and shard(num_shards, index). If it "
-                "shuffles, draw from a generator that is seeded in set_epoch, or set num_workers=1."
+                "shuffles, seed its generator in set_epoch."
             )
 
-    def _warn_of_draws(self, drawn: set[str]) -> None:
-        """Warn of a stream that draws in this process, ahead of the step that a checkpoint is of."""
-        if drawn and self._continues_over_epochs and self.rank == 0:
-            logger.warning(
-                "the iterable training dataset draws from the generators of %s that training uses too: a run that is "
-                "resumed within an epoch gets other draws. Set data.num_workers=1, or draw from a generator whose "
-                "state is in state_dict.",
-                " and ".join(sorted(drawn)),
-            )
+    def _next_item(self, position: int) -> dict[str, Any]:
+        """Return what `_check_resumed` compares; empty at the end of an epoch."""
+        next_item = self._next_items.get(position)
+        return {"next": _digest(next_item[0])} if next_item else {}
+
+    def _check_resumed(self, restored: dict[str, Any], epoch: int, position: int) -> None:
+        """Warn if the first item of a resumed run is not the one that followed in the run before."""
+        is_here = self.rank == 0 and restored.get("position") == position
+        if not is_here or restored.get("next") in (None, self._next_item(position).get("next")):
+            return
+        logger.warning(
+            "the resumed run reads other data: item %d of epoch %d of the iterable training dataset is not the one of "
+            "the run before. %s",
+            position,
+            epoch,
+            "Its state_dict must have all that decides on its next samples, as an order that __iter__ draws."
+            if "dataset" in restored or "shards" in restored
+            else "Seed generators of its own in set_epoch.",
+        )
 
     def _state_at_limit(self, position: int, last: Taken) -> dict[str, Any]:
         """Return the state before the last step of an epoch that the limit ended, and the items to read from there."""
         # Not the state after it: loaded, it might continue where an iteration that was left would begin again.
-        return {**self._states.get(position - last.num_items, {}), "rest": last.num_items}
+        first = position - last.num_items
+        return {**self._states.get(first, {}), "rest": [first, last.num_items]}
 
     def _can_resume(self, samples: Any) -> bool:
         """Return True if the dataset has a state after the first global batch."""
@@ -508,16 +537,14 @@ class IterableBatchLoader(BatchLoader):
 
     def _remember(self, position: int, state: dict[str, Any]) -> None:
         """Keep the states of the last step batches, as batches may be read ahead of the one that is trained on."""
-        if state:
-            self._states[position] = state
-            # Position 0 is that of the next epoch, and smaller than all others although it is the latest.
-            for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
-                del self._states[old]
+        self._states[position] = state
+        # Position 0 is that of the next epoch, and smaller than all others although it is the latest.
+        for old in sorted(self._states.keys() - {0})[:-_STATES_KEPT]:
+            del self._states[old]
+            self._next_items.pop(old, None)
 
-    def _from(self, epoch: int, position: int) -> Any:
+    def _from(self, restored: dict[str, Any], epoch: int, position: int) -> Any:
         """Return an iterator over the samples from `position` on, by a saved state or by reading and skipping."""
-        # Used once: a later epoch must not begin from the position of the resume.
-        restored, self._restored = self._restored, {}
         has_state = self._keeps_position and restored.get("position") == position
         if position == 0 and has_state:
             has_state = self._continues_over_epochs
@@ -526,26 +553,43 @@ class IterableBatchLoader(BatchLoader):
                 has_state = False
             elif has_state:
                 self._dataset.load_state_dict(restored["dataset"])  # before set_epoch, as in a run without a resume
-        set_epoch(self._dataset, epoch)
-        if has_state and position:
-            self._states[position] = {key: value for key, value in restored.items() if key != "position"}
-            return self._from_state(restored, epoch, position)
+        self._set_epoch(epoch)
+        if has_state and position and "dataset" in restored:
+            self._states[position] = {"dataset": restored["dataset"]}
+            return self._samples(epoch, position, begins_at=restored["dataset"])
         samples = self._samples(epoch, 0)
-        if has_state:
-            first = list(islice(samples, 1))
-            # A dataset that was saved at its end may yield nothing at first; it is then iterated again.
-            return chain(first, samples) if first else self._samples(epoch, 0)
         if position:
             reason = "has no saved position (state_dict) at this step" if self._keeps_position else _CANNOT_SEEK
-            random = "" if self.stage_data.num_workers else "; random numbers that it draws are not restored"
-            self._warn_of_skipping(reason, position, random)
-            deque(islice(samples, position), maxlen=0)  # reads without keeping a sample
-        return samples
+            self._warn_of_skipping(reason, position)
+            for start in range(0, position, self._step_items):
+                self._read(samples, epoch, start)
+        return self._some_of(samples) if has_state else samples
 
-    def _warn_of_skipping(self, reason: str, position: int, random: str = "") -> None:
+    def _some_of(self, samples: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples of an iteration, or of a second one if it has none."""
+        is_empty = True
+        for sample in samples:
+            is_empty = False
+            yield sample
+        # A dataset that was saved at its end may yield nothing at first.
+        if is_empty:
+            yield from self._dataset
+
+    def _set_epoch(self, epoch: int) -> None:
+        with self._seeded(epoch, _SET_EPOCH):
+            set_epoch(self._dataset, epoch)
+
+    def _seeded(self, epoch: int, position: int) -> AbstractContextManager[None]:
+        """Seed the generators in the block, at whose end they are what training has left."""
+        if not self.stage_data.seed_samples:
+            return nullcontext()
+        return self._generators.seeded(request_seed(self.seed, epoch, position))
+
+    def _warn_of_skipping(self, reason: str, position: int) -> None:
         what = "samples" if self.stage_data.batch_size else "batches"
-        consequence = f"its first {position} {what} are read again and skipped{random}."
-        logger.warning("the iterable training dataset %s: %s", reason, consequence)
+        logger.warning(
+            "the iterable training dataset %s: its first %d %s are read again and skipped.", reason, position, what
+        )
 
     def _end_epoch(self, restored: dict[str, Any], epoch: int) -> None:
         """Read the last step of an epoch that the limit ended, so that the dataset is as it was after it."""
@@ -555,40 +599,47 @@ class IterableBatchLoader(BatchLoader):
                 "run begins it again. Set trainer.limit_train_batches to 2 or more."
             )
             return
-        set_epoch(self._dataset, epoch)
-        self._dataset.load_state_dict(restored["dataset"])
-        with preserve_rng():  # the generators are already those after the step
-            deque(islice(iter(self._dataset), restored["rest"]), maxlen=0)
+        self._set_epoch(epoch)
+        first, num_items = restored["rest"]
+        with preserve_rng():  # also without seeds: the generators are already those after the step
+            samples = self._samples(epoch, first, begins_at=restored["dataset"])
+            with self._seeded(epoch, first):
+                deque(islice(samples, num_items), maxlen=0)
 
-    def _from_state(self, restored: dict[str, Any], epoch: int, position: int) -> Iterator[Any]:
-        """Return the samples from a saved state, which the process that reads them loads."""
-        if self.stage_data.num_workers:
-            # Not loaded here: the state of this process is the one that every epoch's worker starts from.
-            position_of_worker = StreamPosition(restored["dataset"], restored.get("generators"))
-            return self._samples(epoch, position, begins_at=position_of_worker)
-        self._dataset.load_state_dict(restored["dataset"])
-        return self._samples(epoch, position)
+    def _samples(self, epoch: int, position: int, *, begins_at: dict[str, Any] | None = None) -> Iterator[Any]:
+        """Return an iterator over the dataset, which is read here or ahead by a worker process.
 
-    def _samples(self, epoch: int, position: int, *, begins_at: StreamPosition | None = None) -> Iterator[Any]:
-        """Return an iterator over the dataset from its current state, read here or ahead by a worker process."""
+        It begins at the state `begins_at` of that position, by default at the current one.
+        """
         stage_data = self.stage_data
         if stage_data.num_workers == 0:
-            return iter(self._dataset)
-        seed = request_seed(self.seed, epoch, position)
-        # Positions are saved after whole steps of training only; to report one copies the dataset's state.
-        every = self._step_items if self._keeps_position and stage_data.stage == "train" else None
-        start = stage_data.start_worker
-        return WorkerIterator(self._dataset, seed=seed, every=every, begins_at=begins_at, start=start)
+            with self._seeded(epoch, BEFORE_FIRST):
+                if begins_at is not None:
+                    self._dataset.load_state_dict(begins_at)
+                return iter(self._dataset)
+        # Not loaded here: the state of this process is the one that every epoch's worker starts from.
+        return StreamInWorker(
+            self._dataset,
+            partial(request_seed, self.seed, epoch),
+            position=position,
+            batch_size=self._step_items,
+            begins_at=begins_at,
+            # After steps of training alone, since it takes a copy.
+            reports_state=self._keeps_position and stage_data.stage == "train",
+            start=stage_data.start_worker,
+        )
 
-    def _take(self, samples: Any, taken: int) -> Taken:
-        """Return this rank's samples of the next global batch, after `taken` ones; of no items at the end."""
-        step_batch = self._read(samples, taken)
+    def _take(self, samples: Any, epoch: int, position: int) -> Taken:
+        """Return this rank's samples of the global batch at a position; of no items at the end."""
+        step_batch = self._read(samples, epoch, position)
+        self._next_items[position] = step_batch[:1]
         return Taken(step_batch[self.rank :: self.world_size], len(step_batch))
 
-    def _read(self, samples: Iterator[Any], taken: int) -> list[Any]:
-        """Return the samples of the next global batch; raises UserError if the dataset is empty."""
-        step_batch = list(islice(samples, self._step_items))
-        self._check_not_empty(taken + len(step_batch))
+    def _read(self, samples: Iterator[Any], epoch: int, position: int) -> list[Any]:
+        """Return the samples of the global batch at a position; raises UserError if the dataset is empty."""
+        with self._seeded(epoch, position):
+            step_batch = list(islice(samples, self._step_items))
+        self._check_not_empty(position + len(step_batch))
         if not self._is_checked:
             self._first_item = _digest(step_batch[0])
         return [] if self.stage_data.drop_last and len(step_batch) < self._step_items else step_batch
@@ -617,13 +668,10 @@ class PreBatchedIterableLoader(IterableBatchLoader):
         self._rows = RowSplitter(strategy)
 
     def batches(self) -> Iterator[MicroBatch]:
-        samples = islice(self._samples(0, 0), self.limit)
-        first = list(islice(samples, 1))
-        self._check_not_empty(len(first))
-        yield from self._rows.batches(map(self._converted, chain(first, samples)))
+        yield from self._rows.batches(self._converted(item) for [item] in self._global_batches())
 
-    def _take(self, samples: Any, taken: int) -> Taken:
-        step_batch = self._read(samples, taken)
+    def _take(self, samples: Any, epoch: int, position: int) -> Taken:
+        self._next_items[position] = step_batch = self._read(samples, epoch, position)
         return Taken(step_batch, len(step_batch))
 
     def _step_batch(self, taken: Taken, *, ends_epoch: bool) -> StepBatch:
@@ -686,9 +734,9 @@ class ShardedBatchLoader(IterableBatchLoader):
         if position not in self._states:
             return {}
         saved = dict(self._states[position])
-        of_ranks = self._comm.all_gather_object(saved["shards"])
-        saved["shards"] = {shard: state for of_rank in of_ranks for shard, state in of_rank.items()}
-        return {"position": position, **saved}
+        of_ranks = self._comm.all_gather_object((saved["shards"], self._next_item(position)))
+        saved["shards"] = {shard: state for shards, _ in of_ranks for shard, state in shards.items()}
+        return {"position": position, **saved, **of_ranks[0][1]}
 
     def _state_after(self, samples: ShardedSamples) -> dict[str, Any]:
         return samples.state()
@@ -696,8 +744,15 @@ class ShardedBatchLoader(IterableBatchLoader):
     def _can_resume(self, samples: ShardedSamples) -> bool:
         return samples.can_seek
 
-    def _from(self, epoch: int, position: int) -> ShardedSamples:
-        restored, self._restored = self._restored, {}
+    def _next_item(self, position: int) -> dict[str, Any]:
+        return {**super()._next_item(position), "ranks": self.world_size}
+
+    def _check_resumed(self, restored: dict[str, Any], epoch: int, position: int) -> None:
+        # With another number of ranks the first one keeps other items.
+        if restored.get("ranks") == self.world_size:
+            super()._check_resumed(restored, epoch, position)
+
+    def _from(self, restored: dict[str, Any], epoch: int, position: int) -> ShardedSamples:
         # The state of another number of shards does not say where to begin in these.
         if restored.get("position") != position or len(restored.get("lengths", ())) != self._num_shards:
             restored = {}
@@ -721,19 +776,27 @@ class ShardedBatchLoader(IterableBatchLoader):
         start = self.stage_data.start_worker
         return {"num_workers": self.stage_data.num_workers, "start": start, "seed": self.seed, "epoch": epoch}
 
-    def _take(self, samples: ShardedSamples, taken: int) -> Taken:
+    def _take(self, samples: ShardedSamples, epoch: int, position: int) -> Taken:
         step_batch = samples.take(self._step_items)
-        self._check_not_empty(taken + step_batch.num_items)
+        self._next_items[position] = step_batch.mine[:1]
+        self._check_not_empty(position + step_batch.num_items)
         is_dropped = self.stage_data.drop_last and step_batch.num_items < self._step_items
         return Taken([], 0) if is_dropped else step_batch
 
 
 def _digest(item: Any) -> str:
     """Return a hash of the numbers and texts in an item."""
-    values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in tree_leaves(item)]
-    # The `repr` of other objects may contain an address, which differs between ranks that read the same item.
-    plain_values = [value for value in values if isinstance(value, (bool, int, float, complex, str, bytes, list))]
-    return hashlib.sha256(repr(plain_values).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(item):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            # As bytes, since an item may be a whole batch; numpy does not know every dtype.
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            continue
+        value = leaf.tolist() if hasattr(leaf, "tolist") else leaf
+        # The `repr` of other objects may contain an address, which differs between ranks that read the same item.
+        if isinstance(value, (bool, int, float, complex, str, bytes, list)):
+            digest.update(repr(value).encode())
+    return digest.hexdigest()
 
 
 def make_order(stage_data: StageData, *, seed: int) -> Order:

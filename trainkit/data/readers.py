@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -28,8 +30,10 @@ from torch.utils.data._utils import worker
 from trainkit.data.order import sample_seed
 from trainkit.errors import UserError
 from trainkit.files import reason
-from trainkit.rng import DrawSeeds, rng_state, seed_everything, set_rng_state
+from trainkit.rng import DrawSeeds, seed_cpu, seed_everything
 
+BEFORE_FIRST = -1
+"""The position that seeds the beginning of an iteration, before the first sample."""
 _PIPES = 4  # files that the pipes of a worker hold open, and those of all workers together
 
 Collate = Callable[[list[Any]], Any]
@@ -243,7 +247,7 @@ class _Requests:
 
 
 def request_seed(seed: int, epoch: int, position: int) -> int:
-    """Return the seed under which a worker reads the samples that start at `position`."""
+    """Return the seed under which the samples that start at `position` are read."""
     return sample_seed(seed, epoch, position) % 2**63
 
 
@@ -264,38 +268,14 @@ def state_of(dataset: Any) -> dict[str, Any]:
     return deepcopy(dict(dataset.state_dict()))
 
 
-class StreamPosition(NamedTuple):
-    """A position in an iterable dataset: its `state_dict`, and the state of a worker's random generators."""
-
-    dataset: dict[str, Any]
-    generators: dict[str, Any] | None
-
-
 class WorkerIterator(Iterator[Any]):
-    """Yields the samples of an iterable dataset in order, read ahead by one worker process.
-
-    worker        a b c d (position after d) e f g h (position after h) ...
-    this process  a b c d      position      e f g h      position      ...
-
-    The worker seeds python, numpy and torch by `seed`, or begins at the position `begins_at` after a resume. It reports
-    a position after each `every` samples; `None` if the dataset has no state. It is at most `ahead` items ahead.
-    """
+    """Yields the items of an iterable dataset in order, read by one worker process, at most `ahead` items ahead."""
 
     def __init__(
-        self,
-        dataset: Iterable[Any],
-        *,
-        seed: int,
-        every: int | None = None,
-        begins_at: StreamPosition | None = None,
-        ahead: int = 2,
-        start: StartWorker = start_worker,
+        self, dataset: IterableDataset[Any], *, seed: int, ahead: int = 2, start: StartWorker = start_worker
     ) -> None:
-        self.position: StreamPosition | None = None
-        """The last reported position."""
-        self._reports_position = every is not None
         loader: DataLoader[Any] = DataLoader(
-            dataset if every is None else _PositionReporting(dataset, every, begins_at),  # type: ignore[arg-type] # it is iterable
+            dataset,
             batch_size=None,
             num_workers=1,
             prefetch_factor=ahead,
@@ -307,31 +287,66 @@ class WorkerIterator(Iterator[Any]):
         self._items = _WorkerItems(loader)  # starts the worker, with the dataset as it is now
 
     def __next__(self) -> Any:
-        if not self._reports_position:
-            return next(self._items)
-        sample, position = next(self._items)
-        if position is not None:
-            self.position = position
+        return next(self._items)
+
+
+class StreamInWorker(Iterator[Any]):
+    """Yields the samples of an iterable dataset that a worker reads ahead, from the state `begins_at` if it is given.
+
+    worker        a b c d (state after d) e f g h (state after h) ...
+    this process  a b c d      state      e f g h      state      ...
+
+    The samples of each global batch of `batch_size` are read under the seed that `seed_at` has for its position; the
+    first one has `position`. With `reports_state` the state after each global batch is sent.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed_at: Callable[[int], int],
+        *,
+        position: int,
+        batch_size: int,
+        begins_at: dict[str, Any] | None,
+        reports_state: bool,
+        start: StartWorker = start_worker,
+    ) -> None:
+        self.state: dict[str, Any] = {}
+        """The state after the last sample; empty within a global batch."""
+        stream = _SeededStream(dataset, seed_at, position, batch_size, begins_at, reports_state)
+        self._items = WorkerIterator(stream, seed=seed_at(position), start=start)
+
+    def __next__(self) -> Any:
+        sample, state = next(self._items)
+        self.state = state or {}
         return sample
 
 
-class _PositionReporting(IterableDataset[Any]):
-    """The dataset in the worker; yields pairs of a sample and a position or `None`."""
+@dataclass
+class _SeededStream(IterableDataset[Any]):
+    """The dataset in the worker; yields pairs of a sample and a state or `None`."""
 
-    def __init__(self, dataset: Any, every: int, begins_at: StreamPosition | None) -> None:
-        self._dataset, self._every, self._begins_at = dataset, every, begins_at
+    dataset: Any
+    seed_at: Callable[[int], int]
+    position: int
+    batch_size: int
+    begins_at: dict[str, Any] | None
+    reports_state: bool
 
     def __iter__(self) -> Iterator[Any]:
-        if self._begins_at is not None:
-            self._dataset.load_state_dict(self._begins_at.dataset)
-            if self._begins_at.generators is not None:
-                set_rng_state(self._begins_at.generators)
-        for number, sample in enumerate(self._dataset, start=1):
-            position = None
-            if number % self._every == 0:
-                saved = state_of(self._dataset)
-                position = StreamPosition(saved, rng_state(devices=False)) if saved else None
-            yield sample, position
+        seed_cpu(self.seed_at(BEFORE_FIRST))
+        if self.begins_at is not None:
+            self.dataset.load_state_dict(self.begins_at)
+        samples = iter(self.dataset)
+        for position in count(self.position, self.batch_size):
+            # The generators of a worker are used for nothing else, and each global batch begins with its own seed.
+            seed_cpu(self.seed_at(position))
+            number = 0
+            for number, sample in enumerate(islice(samples, self.batch_size), start=1):
+                is_last = number == self.batch_size and self.reports_state
+                yield sample, state_of(self.dataset) if is_last else None
+            if number < self.batch_size:
+                return
 
 
 class _WorkerItems(Iterator[Any]):
