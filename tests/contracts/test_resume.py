@@ -296,6 +296,16 @@ class OrderFromGlobalGenerator(StatefulStream):
             yield self.samples[self.order[self.position - 1]]
 
 
+class OrderOfAnIteration(OrderFromGlobalGenerator):
+    """Draws its order when it is iterated."""
+
+    set_epoch = StatefulStream.set_epoch
+
+    def __iter__(self):
+        self.order = torch.randperm(len(self.samples)).tolist()
+        return super().__iter__()
+
+
 class ShuffleBuffer(StatefulStream):
     """Endless: replaces one sample of a buffer, which the global generator of Python chooses."""
 
@@ -322,17 +332,19 @@ class ShuffleBuffer(StatefulStream):
 
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
-@pytest.mark.parametrize("stream", [OrderFromGlobalGenerator, ShuffleBuffer])
-def test_a_resumed_run_has_the_order_that_a_stream_draws(make_trainer, caplog, stream, stop):
-    whole, resumed = both_ways(
-        make_trainer, dropout_task, lambda: Data(train=stream(), batch_size=4), stop=stop, limit_train_batches=3
-    )
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stream", [OrderFromGlobalGenerator, OrderOfAnIteration, ShuffleBuffer])
+def test_a_resumed_run_has_the_order_that_a_stream_draws(make_trainer, caplog, stream, num_workers, stop):
+    def data():
+        return Data(train=stream(), batch_size=4, num_workers=num_workers)
+
+    whole, resumed = both_ways(make_trainer, dropout_task, data, stop=stop, limit_train_batches=3)
     assert_same_bits(resumed, whole)
     assert "reads other data" not in caplog.text
 
 
 class OrderNotInState(StatefulStream):
-    """Draws its order when it is iterated, and saves a position in it alone."""
+    """Draws its order with the first sample of an iteration, and saves a position in it alone."""
 
     def __iter__(self):
         order = torch.randperm(len(self.samples))

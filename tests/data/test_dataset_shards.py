@@ -291,6 +291,14 @@ def test_a_resume_on_other_ranks_and_workers_reads_what_is_left(
             assert count <= lengths[shard] - taken[shard] + chunk
 
 
+def test_a_resume_on_other_ranks_does_not_say_that_it_reads_other_items(caplog):
+    how = {"kind": SeekingPart, "batch_size": 4}
+    saved = read_on(2, [1, 3, 3, 3], stop=1, **how)[0][1]
+    ((seen, _, _),) = read_on(1, [1, 3, 3, 3], position=4, saved=saved, **how)
+    assert seen[0][0] == [1001, 2001, 3001, 1002]  # of two ranks the first would have begun with 2001
+    assert "reads other data" not in caplog.text
+
+
 def test_a_dataset_that_cannot_seek_is_read_again_and_says_so(caplog):
     how = {"batch_size": 4}
     ((_, saved, _),) = read_on(1, [6, 6], kind=Part, stop=1, **how)
