@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.devices import has_streams, widest_float
 from trainkit.metrics.step_output import StepOutput
 
 from ...transports.host_copy import Event, open_host_copier
@@ -89,7 +90,7 @@ class StageChannel:
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
         self._copier = open_host_copier(device)
         # One thread, as messages of one tag must start in the order of the calls of `send`.
-        self._sender = ThreadPoolExecutor(max_workers=1) if device.type == "cuda" else None
+        self._sender = ThreadPoolExecutor(max_workers=1) if has_streams(device) else None
 
     def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
         """Start sending; the tensor stays in memory until `user`, the action that needs it, is known to have it.
@@ -142,7 +143,7 @@ class StageChannel:
         # The queue, not its first item: a rank posts receives before it has made what it sends to itself.
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
-        tensor = torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=has_streams(self._device))
         if tensor.numel() == 0:
             return PendingReceive(tensor, None, None, self._device)
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
@@ -345,17 +346,32 @@ Number = Tensor | float
 
 def _layout_and_numbers(outputs: list[StepOutput]) -> tuple[list[StepOutput], Tensor]:
     """Return the outputs with zeros for their numbers and without metrics, and the numbers in host memory."""
-    numbers: list[Tensor] = []
+    numbers: list[Number] = []
 
     def take(number: Number) -> Number:
-        numbers.append(torch.as_tensor(number).detach().reshape(()).to("cpu", torch.float64))
+        numbers.append(number)
         return torch.zeros((), dtype=number.dtype) if isinstance(number, Tensor) else 0.0
 
     layout = [_with_numbers(output, take) for output in outputs]
     for output in layout:
         # A metric object may hold all samples of an evaluation; it stays on the stage that updated it.
         output.objects = [update._replace(metric=None) for update in output.objects]
-    return layout, torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
+    return layout, _on_host(numbers)
+
+
+def _on_host(numbers: Sequence[Number]) -> Tensor:
+    """Return numbers as one float64 tensor in host memory; waits once for each device that has some of them."""
+    values = torch.zeros(len(numbers), dtype=torch.float64)
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            places[number.device].append(place)
+        else:
+            values[place] = number
+    for device, indices in places.items():
+        scalars = [numbers[index].detach().reshape(()).to(widest_float(device)) for index in indices]
+        values[indices] = torch.stack(scalars).to("cpu", torch.float64)
+    return values
 
 
 def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
