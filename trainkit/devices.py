@@ -12,9 +12,11 @@ Work on a device with streams is ordered by its stream alone: what one stream ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -193,17 +195,17 @@ def pin(tensor: Tensor) -> Tensor:
     return tensor if tensor.device.type != "cpu" or tensor.is_pinned() else tensor.pin_memory()
 
 
-def register_host_memory(tensor: Tensor) -> bool:
-    """Pin existing host memory; False on devices other than CUDA, which cannot."""
-    if not torch.cuda.is_available():
-        return False
+def pin_in_place(tensor: Tensor) -> Callable[[], object] | None:
+    """Pin existing host memory until it is dropped; return what undoes it before. Nothing without CUDA, or if empty.
+
+    torch's own pinned memory is rounded up to a power of two, and kept by torch when it is dropped.
+    """
+    if not tensor.nbytes or not torch.cuda.is_available():
+        return None
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-    return True
-
-
-def unregister_host_memory(tensor: Tensor) -> None:
-    """Undo `register_host_memory`."""
-    torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    undo = finalize(tensor, torch.cuda.cudart().cudaHostUnregister, tensor.data_ptr())
+    undo.atexit = False  # the driver may have ended
+    return undo
 
 
 # ---- Memory

@@ -182,8 +182,13 @@ class PipelineStrategy(MultiProcessStrategy):
         self._of_all_ranks = self.comm  # the collectives below are made of it, again when ranks are placed otherwise
         self._take_place()
 
+    def _release(self) -> None:
+        if hasattr(self, "runtime"):  # an error may come before `setup` has made it
+            self.runtime.close()
+
     def _take_place(self) -> None:
         """Take this rank's place in the mesh, with nothing partitioned."""
+        self._release()
         mesh = self.mesh
         self.comm = PipelineCollectives(self._of_all_ranks, mesh, step=lambda: self._steps)
         # A single rank has no failure store, and nobody reads its errors in the one that is made here.

@@ -5,16 +5,12 @@ The end of a copy is an event on the copier's stream, or `None` for one that has
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from trainkit.devices import (
-    current_stream,
-    end_of,
-    has_streams,
-    register_host_memory,
-    unregister_host_memory,
-)
+from trainkit.devices import current_stream, end_of, has_streams, pin_in_place
 
 Event = torch.Event | None
 
@@ -53,7 +49,7 @@ class StreamHostCopier(HostCopier):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device)
-        self._pinned: list[Tensor] = []
+        self._unpin: list[Callable[[], object]] = []
 
     def mark(self) -> Event:
         return end_of(current_stream(self.device))
@@ -63,8 +59,8 @@ class StreamHostCopier(HostCopier):
 
     def pin(self, tensor: Tensor) -> None:
         # Copies from pageable memory would wait for the device.
-        if tensor.nbytes and register_host_memory(tensor):
-            self._pinned.append(tensor)
+        if (unpin := pin_in_place(tensor)) is not None:
+            self._unpin.append(unpin)
 
     def to_host(self, source: Tensor, target: Tensor, *, after: Event) -> Event:
         with self.stream:
@@ -81,9 +77,9 @@ class StreamHostCopier(HostCopier):
 
     def close(self) -> None:
         self.stream.synchronize()
-        for tensor in self._pinned:
-            unregister_host_memory(tensor)
-        self._pinned = []
+        for unpin in self._unpin:
+            unpin()
+        self._unpin = []
 
 
 def open_host_copier(device: torch.device) -> HostCopier:

@@ -23,7 +23,7 @@ from torch import Tensor
 from trainkit.checkpoint.serialization import Labels, PayloadVisitor, storage_key
 from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
-from trainkit.devices import has_streams, synchronize
+from trainkit.devices import has_streams, pin_in_place, synchronize
 from trainkit.distributed.collectives import Collectives, same_errors
 from trainkit.errors import CheckpointError, UserError
 from trainkit.files import start_thread
@@ -302,8 +302,11 @@ class CpuSnapshot:
         buffer = self._buffers.get(path)
         if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
             return buffer
+        buffer = torch.empty_like(tensor, device="cpu")
         # Pinned memory takes copies from the device at full speed, all of them at once.
-        return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
+        if has_streams(tensor.device):
+            pin_in_place(buffer)
+        return buffer
 
 
 def _joined(payload: dict[str, Any], shards: Sequence[TensorShard]) -> dict[str, Any]:

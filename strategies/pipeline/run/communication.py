@@ -170,6 +170,12 @@ class StageChannel:
         # From a rank of the same run, which could run any code anyway.
         return pickle.loads(pending.open(what).cpu().numpy().tobytes())
 
+    def close(self) -> None:
+        """End the thread, and finish copies; may be called twice."""
+        if self._sender is not None:
+            self._sender.shutdown(wait=False, cancel_futures=True)  # after an error a send may never end
+        self._copier.close()
+
     def finish(self) -> None:
         """Wait until everything is sent."""
         while self._sending:
@@ -369,7 +375,7 @@ def _on_host(numbers: Sequence[Number]) -> Tensor:
         else:
             values[place] = number
     for device, indices in places.items():
-        scalars = [numbers[index].detach().reshape(()).to(widest_float(device)) for index in indices]
+        scalars = [torch.as_tensor(numbers[index]).detach().reshape(()).to(widest_float(device)) for index in indices]
         values[indices] = torch.stack(scalars).to("cpu", torch.float64)
     return values
 

@@ -50,7 +50,12 @@ class PipelineRuntime:
 
     def connect(self, lanes: Mapping[Lane, dist.ProcessGroup]) -> None:
         """Send the tensors of these lanes from device to device, and others through host memory."""
+        self._channel.close()
         self._channel = DeviceChannel(self._group, rank=self._stage, device=self._device, lanes=lanes)
+
+    def close(self) -> None:
+        """End threads; may be called twice."""
+        self._channel.close()
 
     def train(
         self,
