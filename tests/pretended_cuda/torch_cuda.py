@@ -11,8 +11,9 @@ import uuid
 from datetime import timedelta
 from typing import Any
 
-import pretended_cuda as device  # the library, which is loaded before torch
 import torch
+
+import pretended_cuda as device  # the library, which is loaded before torch
 
 POLICIES = ("in_order", "late", "side_first", "random")
 CUDA = 1  # c10::DeviceType
@@ -235,7 +236,7 @@ def _add_nccl() -> None:
     def register_backend(group: Any, of: torch.device, kind: Any, backend: Any = None) -> None:
         if of.type == "cuda" and isinstance(backend, gloo):
             backend, kind = (
-                device.Communicator(c10d.HashStore(), backend, "gloo", ""),
+                device.Communicator(torch.distributed.HashStore(), backend, "gloo", ""),
                 c10d.ProcessGroup.BackendType.CUSTOM,
             )
         register(group, of, kind, backend)
