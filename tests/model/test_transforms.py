@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Blocks(Regression):
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__(optimizer)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.blocks = nn.ModuleList([Block(), Block()])
 
@@ -287,7 +287,7 @@ class Normed(Regression):
 
     def __init__(self) -> None:
         super().__init__(adamw)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
             self.neck = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
