@@ -434,7 +434,15 @@ def test_compiled_units_train_to_the_weights_of_eager_ones(tmp_path):
 
 
 def layers() -> Fitting:
-    blocks = seeded(lambda: nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(), Block()))
+    blocks = seeded(
+        lambda: nn.Sequential(
+            nn.Embedding(WORDS, WIDTH),
+            Block(),
+            Block(),
+            nn.Linear(WIDTH, 1),
+            nn.Flatten(1),  # (8, 3), as the targets
+        )
+    )
     return Fitting(blocks, adamw)
 
 
