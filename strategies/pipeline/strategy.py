@@ -182,13 +182,9 @@ class PipelineStrategy(MultiProcessStrategy):
         self._of_all_ranks = self.comm  # the collectives below are made of it, again when ranks are placed otherwise
         self._take_place()
 
-    def _release(self) -> None:
-        if hasattr(self, "runtime"):  # an error may come before `setup` has made it
-            self.runtime.close()
-
     def _take_place(self) -> None:
         """Take this rank's place in the mesh, with nothing partitioned."""
-        self._release()
+        self._end_runtime()
         mesh = self.mesh
         self.comm = PipelineCollectives(self._of_all_ranks, mesh, step=lambda: self._steps)
         # A single rank has no failure store, and nobody reads its errors in the one that is made here.
@@ -246,7 +242,12 @@ class PipelineStrategy(MultiProcessStrategy):
         if hasattr(self, "runtime"):  # an error may come before `setup` has made it
             self.runtime.errors.publish(why)
 
+    def _end_runtime(self) -> None:
+        if hasattr(self, "runtime"):  # an error may come before `setup` has made it
+            self.runtime.close()
+
     def _release(self) -> None:
+        self._end_runtime()
         # Reducers first: they use the process groups that `leave` destroys.
         for gradients in self._gradients.values():
             gradients.close()

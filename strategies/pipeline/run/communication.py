@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.devices import has_streams, widest_float
+from trainkit.devices import has_streams, pin, widest_float
 from trainkit.metrics.step_output import StepOutput
 
 from ...transports.host_copy import Event, open_host_copier
@@ -339,12 +339,12 @@ class OutputBroadcast:
                 message[0], message[1:] = 0.0, box[0][1]
             dist.broadcast(message, group=self._group, group_src=source)
             if message[0] == 0.0:
-                return outputs if is_source else _filled(layout, message[1:].to(self._device))
+                return outputs if is_source else _filled(layout, message[1:], self._device)
         # All ranks come here together, as the first number told them, or the first call of this key.
         dist.broadcast_object_list(box, group=self._group, group_src=source)
         layout, numbers = box[0]
         self._layouts[key] = layout, numbers.numel()
-        return outputs if is_source else _filled(layout, numbers.to(self._device))
+        return outputs if is_source else _filled(layout, numbers, self._device)
 
 
 Number = Tensor | float
@@ -380,12 +380,16 @@ def _on_host(numbers: Sequence[Number]) -> Tensor:
     return values
 
 
-def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
-    remaining_numbers = iter(numbers)
+def _filled(layout: list[StepOutput], numbers: Tensor, device: torch.device) -> list[StepOutput]:
+    """Return the outputs of a layout with numbers from host memory; tensors are on the device, without waiting."""
+    # One copy, and no number of a plain float is read back.
+    remaining = zip(
+        (pin(numbers) if has_streams(device) else numbers).to(device, non_blocking=True), numbers.tolist(), strict=True
+    )
 
     def fill(kind: Number) -> Number:
-        number = next(remaining_numbers)
-        return number.to(kind.dtype) if isinstance(kind, Tensor) else float(number)
+        on_device, value = next(remaining)
+        return on_device.to(kind.dtype) if isinstance(kind, Tensor) else value
 
     return [_with_numbers(output, fill) for output in layout]
 

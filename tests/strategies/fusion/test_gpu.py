@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.transports.host_copy import CudaHostCopier
+from trainkit.strategies.transports.host_copy import StreamHostCopier
 
 from tests.equality import largest_difference
 from tests.strategies.fusion.training import trained
@@ -58,7 +58,7 @@ def test_ranks_on_cuda_train_to_the_weights_of_one_device(tmp_path):
 
 def test_copies_wait_for_what_fills_the_buffer_and_not_for_what_comes_later():
     device = torch.device("cuda")
-    copier, target = CudaHostCopier(device), torch.empty(1 << 20, pin_memory=True)
+    copier, target = StreamHostCopier(device), torch.empty(1 << 20, pin_memory=True)
     source = torch.zeros(1 << 20, device=device)
     torch.cuda._sleep(50_000_000)
     source.fill_(1.0)
