@@ -72,15 +72,10 @@ def environment(setting: str = "2:late") -> dict[str, str]:
 
 def parsed(setting: str) -> tuple[int, str, int]:
     """Return devices, policy and seed of a setting such as `2:late` or `2:random:7`."""
-    devices, policy, seed = [*setting.split(":"), "late", "0"][:3] if ":" not in setting else _parts(setting)
+    devices, policy, seed = (*setting.split(":"), *("", "late", "0")[setting.count(":") + 1 :])[:3]
     if policy not in POLICIES or not devices.isdigit() or not seed.isdigit():
         raise ValueError(f"{VARIABLE}={setting!r} is not DEVICES:POLICY:SEED with a policy of {', '.join(POLICIES)}")
     return int(devices), policy, int(seed)
-
-
-def _parts(setting: str) -> list[str]:
-    parts = setting.split(":")
-    return [*parts, "0"][:3]
 
 
 def _torch_version() -> str:

@@ -463,12 +463,11 @@ static void visit(const IValue& value, const std::function<void(const at::Tensor
 }
 
 static at::Tensor on_meta(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
+  // A number of the host stays one: it does not decide the dtype of the result.
+  if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return tensor;
   auto out = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta).pinned_memory(false));
-  if (tensor.is_conj()) out._set_conj(true);
-  if (tensor.is_neg()) out._set_neg(true);
-  // A number that became a tensor does not decide the dtype of the result.
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) out.unsafeGetTensorImpl()->set_wrapped_number(true);
+  out._set_conj(tensor.is_conj());
+  out._set_neg(tensor.is_neg());
   return out;
 }
 
@@ -596,6 +595,12 @@ static void grow_outputs(const c10::OperatorHandle& op, const Stack& arguments) 
     if (is_out(i) && shapes[i].toTensor().defined()) arguments[i].toTensor().resize_(shapes[i].toTensor().sizes());
 }
 
+static std::string name_of(const c10::OperatorHandle& op) { return c10::toString(op.operator_name()); }
+static bool says_why() {
+  static const bool says = getenv("TRAINKIT_PRETENDED_WHY") != nullptr;
+  return says;
+}
+
 // Every operation without a kernel of its own: its shape by the meta kernel now, its values by the CPU's kernel later.
 static void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
@@ -644,9 +649,14 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
   replace_generator(op, arguments, cpu, &shapes, device);
   try {
     op.callBoxed(&shapes);
+  } catch (const c10::NotImplementedError&) {
+    known = !makes; // there is no meta kernel
+    for (size_t i = 0; known && i < results.size(); i++) known = results[i].has_value();
+    if (known) shapes.assign(results.size(), IValue(at::Tensor()));
   } catch (const std::exception&) {
     known = false;
   }
+  if (!known && says_why()) fprintf(stderr, "%s waits for the device\n", name_of(op).c_str());
   for (size_t i = 0; known && i < results.size(); i++)
     known = results[i] || shapes[i].isTensor() || shapes[i].isTensorList();
   if (!known) { // depends on values, or is wrong
@@ -666,7 +676,15 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
   }
   enqueue(current_queue(), [op, cpu, targets, makes]() mutable {
     BelowAutograd below;
-    op.callBoxed(&cpu);
+    try {
+      op.callBoxed(&cpu);
+    } catch (...) {
+      if (says_why()) fprintf(stderr, "%s failed in a queue\n", name_of(op).c_str());
+      throw;
+    }
+    for (size_t i = 0; i < targets.size(); i++)
+      TORCH_CHECK(!targets[i].isTensor() || !targets[i].toTensor().defined() || targets[i].toTensor().sizes() == cpu[i].toTensor().sizes(),
+                  name_of(op), " has shape ", cpu[i].toTensor().sizes(), " and not ", targets[i].toTensor().sizes());
     if (!makes) return;
     for (size_t i = 0; i < targets.size(); i++) {
       std::vector<at::Tensor> to, from;
@@ -819,12 +837,27 @@ TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
   m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
 }
 
+// A structured operation would make its output and call its `out=`, at twice the cost and with warnings of resizing.
+static void take_structured_operations() {
+  static torch::Library* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (auto& name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findOp(name);
+    if (!op || name.name.rfind("aten::", 0) != 0) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional)) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    auto own = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    library->impl(own.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
 // ---- Python
 
 static void bind_device(py::module& m) {
   c10::SetAllocator(CUDA, &the_allocator);
   at::setHostAllocator(CUDA, &the_pinned_allocator);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_in_steps);
+  take_structured_operations();
   on_fork([] {
     new (&memory_lock) std::mutex;
     if (state().forked) the_memory = new Memory;
@@ -865,7 +898,7 @@ static void bind_device(py::module& m) {
   m.def("reset_peak", [](int device) { the_allocator.resetPeakStats(device); });
   m.def("elapsed_time", [](size_t start, size_t end) { return Guard().elapsedTime((void*)start, (void*)end, 0); });
   m.def("default_generator", [](int device) {
-    return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator(device)));
+    return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator(device)));
   });
   m.def("pin", [](size_t at, size_t size) {
     std::unique_lock<std::mutex> hold(memory_lock);

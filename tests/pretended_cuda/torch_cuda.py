@@ -1,4 +1,4 @@
-"""Puts the pretended device behind `torch.cuda` and `torch.distributed`: the functions that a CPU build of torch lacks."""
+"""Puts the pretended device behind `torch.cuda` and `torch.distributed`: what a CPU build of torch lacks."""
 
 from __future__ import annotations
 
