@@ -42,25 +42,27 @@ def _mutants() -> list[Mutant]:
     pipeline = ("tests/strategies/pipeline/test_gpu.py", STRATEGIES + " -k pipeline")
     ddp = ("tests/strategies/ddp/test_gpu.py", STRATEGIES + " -k ddp")
     return [
-        Mutant("wait for the copy", prefetch, "        compute_stream.wait_stream(copy_stream)\n", "", (PREFETCH,)),
-        Mutant("record_stream", prefetch, "tensor.record_stream(compute_stream)", "pass", (PREFETCH,)),
-        Mutant("copy stream", prefetch, "with torch.cuda.stream(copy_stream):", "if True:", (PREFETCH,)),
-        Mutant("pin", prefetch, "else tensor.pin_memory())", "else tensor)", (PREFETCH,)),
+        Mutant(
+            "wait for the copy", prefetch, "        current_stream(device).wait_stream(copy_stream)\n", "", (PREFETCH,)
+        ),
+        Mutant("wait before a copy", prefetch, "copy_stream.wait_stream(current_stream(device))", "pass", (PREFETCH,)),
+        Mutant("copy stream", prefetch, "with copy_stream:", "if True:", (PREFETCH,)),
+        Mutant("pin", prefetch, "if pin_memory else step_batch", "if False else step_batch", (PREFETCH,)),
         Mutant("copy after its event", copier, "self.stream.wait_event(after)", "pass", (COPIES, *fusion)),
         Mutant(
             "end of a copy to the host",
             copier,
-            f"{to_host}            return _end_of(self.stream)",
-            f"{to_host}            return torch.cuda.Event()",
+            f"{to_host}            return end_of(self.stream)",
+            f"{to_host}            return torch.Event(self.device)",
             (COPIES, *fusion),
         ),
         Mutant(
             "end of a copy to the device",
             copier,
             "            target.copy_(source.to(self.device, non_blocking=True), non_blocking=True)\n"
-            "            return _end_of(self.stream)",
+            "            return end_of(self.stream)",
             "            target.copy_(source.to(self.device, non_blocking=True), non_blocking=True)\n"
-            "            return torch.cuda.Event()",
+            "            return torch.Event(self.device)",
             (COPIES, *fusion),
         ),
         Mutant("wait before unpinning", copier, "        self.stream.synchronize()\n", "", (COPIES,)),
@@ -68,7 +70,7 @@ def _mutants() -> list[Mutant]:
             "stream of a copy",
             copier,
             "    def to_host(self, source: Tensor, target: Tensor, *, after: Event) -> "
-            "Event:\n        with torch.cuda.stream(self.stream):",
+            "Event:\n        with self.stream:",
             "    def to_host(self, source: Tensor, target: Tensor, *, after: Event) -> Event:\n        if True:",
             (COPIES, *fusion),
         ),
@@ -79,13 +81,11 @@ def _mutants() -> list[Mutant]:
             "return torch.empty(numel, dtype=dtype)",
             (COPIES, *fusion),
         ),
-        Mutant(
-            "mark", copier, "return _end_of(torch.cuda.current_stream(self.device))", "return None", (COPIES, *fusion)
-        ),
+        Mutant("mark", copier, "return end_of(current_stream(self.device))", "return None", (COPIES, *fusion)),
         Mutant(
             "wait for the sum",
             "strategies/transports/sharded.py",
-            "torch.cuda.current_stream().wait_event(self.copies_back[buffer])",
+            "self.copies_back[buffer].wait()",
             "pass",
             fusion,
         ),
@@ -99,22 +99,22 @@ def _mutants() -> list[Mutant]:
         Mutant(
             "wait for a snapshot",
             snapshot,
-            "torch.cuda.synchronize(device)",
+            "            synchronize(device)\n",
             "pass",
             (COPIES, "tests/checkpoint/test_background_save.py"),
         ),
         Mutant(
             "pinned snapshot",
             snapshot,
-            "pin_memory=tensor.is_cuda)",
-            "pin_memory=False)",
+            "            pin_in_place(buffer)",
+            "            pass",
             (COPIES, "tests/checkpoint/test_background_save.py"),
         ),
         Mutant("wait for the streams of gradients", reductions, "current.wait_stream(stream)", "pass", ddp),
         Mutant(
             "streams of gradients",
             "strategies/reducer/reducer.py",
-            "entry.bucket.streams.add(torch.cuda.current_stream(self.device))",
+            "entry.bucket.streams.add(current_stream(self.device))",
             "pass",
             ddp,
         ),
@@ -125,14 +125,14 @@ def _mutants() -> list[Mutant]:
         Mutant(
             "device of a communication thread",
             "strategies/transports/communication_thread.py",
-            "torch.cuda.set_device(self.device)",
+            "enter(self.device)",
             "pass",
             fusion,
         ),
         Mutant(
             "device of a rank",
             "strategies/multiprocess.py",
-            "torch.cuda.set_device(self.device)",
+            "enter(self.device)",
             "pass",
             (STRATEGIES,),
         ),

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from trainkit.strategies.transports.host_copy import CudaHostCopier
+from trainkit.strategies.transports.host_copy import StreamHostCopier
 
 from trainkit.checkpoint.background_save import CpuSnapshot
 from trainkit.data.batch import MicroBatch, StepBatch
@@ -57,7 +57,7 @@ def test_a_batch_that_is_no_longer_read_is_not_overwritten_while_the_compute_str
 
 
 def test_copies_to_the_host_and_back_wait_for_what_fills_them():
-    copier = CudaHostCopier(CUDA)
+    copier = StreamHostCopier(CUDA)
     for value in (1.0, 2.0):
         source, host = torch.full((512,), value, device=CUDA), copier.empty(512, torch.float32)
         copied = copier.to_host(source, host, after=copier.mark())
@@ -71,7 +71,7 @@ def test_copies_to_the_host_and_back_wait_for_what_fills_them():
 
 
 def test_copies_do_not_make_the_host_wait():
-    copier = CudaHostCopier(CUDA)
+    copier = StreamHostCopier(CUDA)
     source, host = torch.ones(512, device=CUDA), copier.empty(512, torch.float32)
     before = pretended_torch.syncs()
     copier.to_host(source, host, after=copier.mark())
@@ -81,9 +81,9 @@ def test_copies_do_not_make_the_host_wait():
 
 
 def test_a_copier_that_closes_has_read_the_memory_it_unpins():
-    copier, memory = CudaHostCopier(CUDA), torch.ones(512)
+    copier, memory = StreamHostCopier(CUDA), torch.ones(512)
     copier.pin(memory)
-    target = torch.zeros(512, device=CUDA)
+    target = torch.empty(512, device=CUDA)
     end = copier.to_device(memory, target)
     copier.close()
     memory.fill_(float("nan"))
