@@ -25,6 +25,9 @@ class SyncDetector(Recorder):
     In the third a rank has no samples, and reads which parameters the others have used.
     """
 
+    def on_step_complete(self, run):
+        torch.cuda.set_sync_debug_mode("default")
+
     def on_step_end(self, run):
         torch.cuda.set_sync_debug_mode("error" if run.state.step in (1, 3) else "default")
 
