@@ -383,9 +383,9 @@ def _on_host(numbers: Sequence[Number]) -> Tensor:
 def _filled(layout: list[StepOutput], numbers: Tensor, device: torch.device) -> list[StepOutput]:
     """Return the outputs of a layout with numbers from host memory; tensors are on the device, without waiting."""
     # One copy, and no number of a plain float is read back.
-    remaining = zip(
-        (pin(numbers) if has_streams(device) else numbers).to(device, non_blocking=True), numbers.tolist(), strict=True
-    )
+    values: list[float] = numbers.tolist()
+    copied = (pin(numbers) if has_streams(device) else numbers).to(device, non_blocking=True)
+    remaining = zip(copied, values, strict=True)
 
     def fill(kind: Number) -> Number:
         on_device, value = next(remaining)
