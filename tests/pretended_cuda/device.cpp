@@ -368,7 +368,7 @@ struct Generator final : c10::GeneratorImpl {
   static c10::DeviceType device_type() { return CUDA; }
   at::Generator next() {
     std::lock_guard<std::mutex> hold(mutex_);
-    auto mixed = (seed_ + 0x9E3779B97F4A7C15ull * (offset_ + 1)) ^ (uint64_t(device_.index()) << 56);
+    auto mixed = (seed_ + 0x9E3779B97F4A7C15ull * (offset_ + 1)) >> 16; // of which the CPU's takes 32 bits
     offset_ += 4;
     return at::detail::createCPUGenerator(mixed);
   }

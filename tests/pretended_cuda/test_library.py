@@ -83,7 +83,7 @@ def test_copies_do_not_make_the_host_wait():
 def test_a_copier_that_closes_has_read_the_memory_it_unpins():
     copier, memory = CudaHostCopier(CUDA), torch.ones(512)
     copier.pin(memory)
-    target = torch.zeros(512, device=CUDA)
+    target = torch.empty(512, device=CUDA)
     end = copier.to_device(memory, target)
     copier.close()
     memory.fill_(float("nan"))

@@ -41,7 +41,6 @@ ON_CUDA = {
     "torch_ddp, gloo": lambda: TorchDDPStrategy(device="cuda", devices=2, backend="gloo"),
     "fusion": lambda: FusionStrategy(device="cuda", devices=2),
     "fusion, gloo": lambda: FusionStrategy(device="cuda", devices=2, backend="gloo"),
-    "fusion, sharded": lambda: FusionStrategy(device="cuda", devices=2, shard_optimizer=True),
     "fsdp": lambda: FSDPStrategy(device="cuda", devices=2),
     "fsdp, in host memory": lambda: FSDPStrategy(device="cuda", devices=2, offload="cpu"),
     "pipeline": lambda: PipelineStrategy(device="cuda", stages=2, accumulate=2),
