@@ -13,6 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles what it imports
 
 POLICIES ?= late side_first random in_order
+DEVICES ?= 2 1
 GPU_TESTS ?= tests
 
 .PHONY: train test test-slow test-all test-gpu-pretended torture zoo mutants check format bench docs installed clean
@@ -31,7 +32,7 @@ test-all: $(READY) ## all tests in one go
 
 test-gpu-pretended: $(READY) ## the tests of GPUs, on a CUDA device that is not there; skipped without a compiler
 	$(BIN)/python -m tests.pretended_cuda
-	for policy in $(POLICIES); do for devices in 2 1; do \
+	for policy in $(POLICIES); do for devices in $(DEVICES); do \
 	  TRAINKIT_PRETENDED_CUDA=$$devices:$$policy OMP_NUM_THREADS=1 $(BIN)/python -m tests.pretended_cuda pytest \
 	  -n $(WORKERS) --dist loadfile -m gpu $(GPU_TESTS) $(ARGS) || exit 1; done; done
 

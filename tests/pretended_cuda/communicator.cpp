@@ -228,7 +228,8 @@ class Communicator final : public c10d::Backend {
     if (held.empty()) return make_work(OpType::COALESCED, {}, end_of(current_queue()), std::make_shared<Ended>());
     Tensors outputs, tensors;
     for (auto& one : held) outputs = all(outputs, one.outputs), tensors = all(tensors, one.tensors);
-    return queued(OpType::COALESCED, lane(current_device(), -1), outputs, tensors, [this, held] {
+    int device = tensors.empty() ? current_device() : tensors[0].get_device();
+    return queued(OpType::COALESCED, lane(device, -1), outputs, tensors, [this, held] {
       for (auto& one : held)
         if (one.post) one.post();
       for (auto& one : held)

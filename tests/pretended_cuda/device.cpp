@@ -4,6 +4,7 @@
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -354,7 +355,8 @@ struct Generator final : c10::GeneratorImpl {
     seed_ = words[0], offset_ = words[1];
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto out = at::empty({16}, at::kByte);
+    // Not by the dispatcher, as a mode may be active that makes tensors without memory.
+    auto out = at::detail::empty_cpu({16}, at::kByte, false, std::nullopt);
     auto* words = static_cast<uint64_t*>(out.mutable_data_ptr());
     words[0] = seed_, words[1] = offset_;
     return out.getIntrusivePtr();
@@ -368,7 +370,7 @@ struct Generator final : c10::GeneratorImpl {
   static c10::DeviceType device_type() { return CUDA; }
   at::Generator next() {
     std::lock_guard<std::mutex> hold(mutex_);
-    auto mixed = (seed_ + 0x9E3779B97F4A7C15ull * (offset_ + 1)) ^ (uint64_t(device_.index()) << 56);
+    auto mixed = (seed_ + 0x9E3779B97F4A7C15ull * (offset_ + 1)) >> 16; // of which the CPU's takes 32 bits
     offset_ += 4;
     return at::detail::createCPUGenerator(mixed);
   }

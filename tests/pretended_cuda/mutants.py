@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.pretended_cuda import VARIABLE, build, environment
 
 ROOT = Path(__file__).parents[2]
-POLICIES = ("late", "side_first", "random:1", "in_order")
+POLICIES = ("late", "side_first", "random:1")
 HERE = "tests/pretended_cuda"
 STRATEGIES, PREFETCH = f"{HERE}/test_strategies.py", f"{HERE}/test_library.py"
 COPIES = f"{HERE}/test_library.py"

@@ -19,8 +19,6 @@ if "pretended_torch" not in sys.modules:
 
 import pretended_torch
 
-import pretended_cuda
-
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 
@@ -107,7 +105,10 @@ def test_each_device_draws_from_its_own_generator_and_not_from_the_cpu():
     torch.cuda.set_rng_state(saved, 0)
     nn.functional.dropout(torch.ones(50, device=CUDA))
     assert torch.equal(torch.randn(4, device=CUDA), one)
-    assert len({tuple(values.tolist()) for values in first}) == len(first)
+    torch.cuda.manual_seed_all(7)
+    for index, values in enumerate(first):  # as CUDA: a seed gives the same numbers on every device
+        assert torch.equal(values, first[0])
+        assert torch.equal(torch.rand(4, device=f"cuda:{index}").cpu(), values)
     assert torch.equal(torch.get_rng_state(), state)
     generator = torch.Generator(device="cuda").manual_seed(1)
     assert torch.randperm(5, generator=generator, device=CUDA).sort().values.tolist() == list(range(5))
@@ -172,12 +173,12 @@ def test_streams_and_events_of_any_accelerator_and_its_memory():
 
 
 def test_out_of_memory_is_torchs_error():
-    pretended_cuda.set_memory_limit(1 << 20)
+    pretended_torch.device.set_memory_limit(1 << 20)
     try:
         with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
             torch.empty(1 << 20, device=CUDA)
     finally:
-        pretended_cuda.set_memory_limit(8 << 30)
+        pretended_torch.device.set_memory_limit(8 << 30)
 
 
 # ---- Ranks
@@ -233,7 +234,7 @@ def _called(name):
     group, device = _on_device("nccl")
     tensor = torch.ones(3, device=device)
     if name == "late":
-        pretended_cuda.set_limit_seconds(0.5)
+        pretended_torch.device.set_limit_seconds(0.5)
         if dist.get_rank() == 1:
             return time.sleep(2)
     if name == "different" and dist.get_rank() == 1:
