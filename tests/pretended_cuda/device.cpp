@@ -57,6 +57,18 @@ static void change(int device, bool reserved, int64_t bytes) {
   bytes >= 0 ? (sum.increase(bytes), count.increase(1)) : (sum.decrease(-bytes), count.decrease(1));
 }
 
+static void poison(Block* block) { // NaN in every dtype
+  enqueue(block->home, [block] { memset(block->bytes, 0xFF, block->size); });
+}
+
+// Let its stream use a block again. What a later user might do is done at once in the default stream, and by the next
+// user in others: torch's fully_shard frees gradients of a side stream before that stream has waited for the optimizer.
+static void give_back(Block* block) {
+  if (block->home.second == 0) poison(block);
+  std::unique_lock<std::mutex> hold(memory_lock);
+  the_memory->free_blocks[block->home].emplace(block->size, block);
+}
+
 static void release(void* context) {
   if (state().forked) return;
   auto* block = static_cast<Block*>(context);
@@ -71,10 +83,7 @@ static void release(void* context) {
     return;
   }
   hold.unlock();
-  // What a later user of the memory might do, in the order of the stream that owns it. NaN in every dtype.
-  enqueue(block->home, [block] { memset(block->bytes, 0xFF, block->size); });
-  hold.lock();
-  the_memory->free_blocks[block->home].emplace(block->size, block);
+  give_back(block);
 }
 
 struct DeviceAllocator final : c10::DeviceAllocator {
@@ -88,8 +97,10 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     auto home = current_queue();
     auto& pool = memory.free_blocks[home];
     Block* block;
+    bool is_reused = false;
     if (auto found = pool.find(size); found != pool.end()) { // of the same size, the oldest: reused as soon as allowed
       block = found->second;
+      is_reused = true;
       pool.erase(found);
     } else {
       auto live = memory.stats[device].allocated_bytes[size_t(Stat::AGGREGATE)].current;
@@ -101,6 +112,8 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       change(device, true, size);
     }
     change(device, false, size);
+    hold.unlock();
+    if (is_reused && home.second != 0) poison(block);
     return {block->bytes, block, &release, Device(CUDA, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -165,9 +178,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       }
     }
     for (auto* block : ready) {
-      enqueue(block->home, [block] { memset(block->bytes, 0xFF, block->size); });
-      std::unique_lock<std::mutex> hold(memory_lock);
-      the_memory->free_blocks[block->home].emplace(block->size, block);
+      give_back(block);
     }
   }
 };
