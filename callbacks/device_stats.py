@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-import torch
-
 from trainkit.callback import Callback
+from trainkit.devices import has_streams, memory
 from trainkit.run import Run
 
 MIB = 2**20
@@ -40,10 +39,11 @@ class DeviceStats(Callback):
     def _measure(self, run: Run) -> dict[str, float]:
         stats = {}
         device = run.strategy.device
-        if device.type == "cuda":
-            stats["device/memory_mib"] = torch.cuda.memory_allocated(device) / MIB
+        if has_streams(device):
+            measured = memory(device)
+            stats["device/memory_mib"] = measured.used / MIB
             stats["device/peak_memory_mib"] = run.peak_memory.between_logs(run.state.step) / MIB
-            stats["device/reserved_mib"] = torch.cuda.memory_reserved(device) / MIB
+            stats["device/reserved_mib"] = measured.reserved / MIB
         resident = resident_bytes()
         if resident is not None:
             stats["host/memory_mib"] = resident / MIB

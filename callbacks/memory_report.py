@@ -10,6 +10,14 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.console import Table, plain, show
+from trainkit.devices import (
+    has_streams,
+    is_cuda,
+    is_out_of_memory,
+    memory_summary,
+    record_memory_history,
+    write_memory_history,
+)
 from trainkit.files import optional_file, write_optional
 from trainkit.report.html import size
 from trainkit.run import Run
@@ -37,10 +45,8 @@ class MemoryReport(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         self._has_shown = False
-        if self.record_history and run.strategy.device.type == "cuda":
-            # Private: torch documents these functions for memory_viz, and has no
-            # public names. The oldest entries go first.
-            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        if self.record_history and is_cuda(run.strategy.device):
+            record_memory_history(enabled=True)
             self._is_recording = True
 
     def on_step_end(self, run: Run) -> None:
@@ -50,23 +56,22 @@ class MemoryReport(Callback):
                 show(memory_table(run))
 
     def on_fit_end(self, run: Run) -> None:
-        if run.is_main and run.strategy.device.type == "cuda":
+        if run.is_main and has_streams(run.strategy.device):
             show(memory_table(run))
 
     def on_exception(self, run: Run, error: BaseException) -> None:
-        if not isinstance(error, torch.OutOfMemoryError) or run.run_dir is None:
+        if not is_out_of_memory(error) or run.run_dir is None:
             return
         path = Path(run.run_dir) / f"out_of_memory_rank_{run.strategy.comm.process}.txt"
         write_optional(path, out_of_memory_report(run, error))
         if self._is_recording:
             # A full disk must not hide the out-of-memory error.
             with optional_file(path):
-                torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
+                write_memory_history(path.with_suffix(".pickle"))
 
     def close(self) -> None:
         if self._is_recording:
-            # None turns the recording off.
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory_history(enabled=False)
             self._is_recording = False
 
 
@@ -80,7 +85,7 @@ def memory_table(run: Run) -> Table:
         "gradients, in a step": _num_bytes(parameter for parameter in parameters if parameter.requires_grad),
         "optimizer": _num_bytes(_optimizer_tensors(run)),
     }
-    if run.strategy.device.type == "cuda":
+    if has_streams(run.strategy.device):
         peak = run.peak_memory.of_run()
         activations = max(0, peak - sum(rows.values()))
         rows |= {"peak of the device": peak, "activations and others, at the peak": activations}
@@ -95,8 +100,7 @@ def out_of_memory_report(run: Run, error: BaseException) -> str:
     modules.rows += [[name, size(_num_bytes(module.parameters()))] for name, module in run.task.named_children()]
     lines += [plain(modules), "", "What to change, cheapest first:"]
     lines += [f"  {advice}" for advice in _advice(run)]
-    if run.strategy.device.type == "cuda":
-        lines += ["", torch.cuda.memory_summary(run.strategy.device)]
+    lines += ["", memory_summary(run.strategy.device)]
     return "\n".join([*lines, ""])
 
 
@@ -111,7 +115,7 @@ def _advice(run: Run) -> Iterable[str]:
     if run.precision.name == "fp32":
         yield "trainer.precision=bf16-mixed: half the memory of activations"
     yield "trainer.activation_checkpointing=['<pattern of your blocks>']: a third more time, much less memory"
-    if run.strategy.device.type == "cuda":
+    if is_cuda(run.strategy.device):
         yield "trainer.offload_activations=true: activations are kept in host memory until backward"
     if not run.strategy.shards_parameters:
         yield "strategy=fsdp: each rank keeps its shard of parameters, gradients and optimizer state only"

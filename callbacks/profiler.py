@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from threading import get_ident
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Gt
 
 from trainkit.callback import Callback
 from trainkit.console import Table, say, show
+from trainkit.devices import has_streams, name_of, profiled_by, synchronize
 from trainkit.errors import UserError
 from trainkit.files import open_new, optional_file, write_optional
 from trainkit.model.flops import FlopCount
@@ -215,9 +215,8 @@ class Profiler(Callback):
         peak: float | None = None
         if self.peak_tflops is not None:
             peak, note = self.peak_tflops * 1e12, f"of {self.peak_tflops:g} TFLOP/s per device, as given"
-        elif device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-            peak, note = peak_of_model(name, precision=run.precision.name, tf32=run.precision.tf32)
+        elif has_streams(device):
+            peak, note = peak_of_model(name_of(device), precision=run.precision.name, tf32=run.precision.tf32)
         if peak is not None:
             metrics["train/mfu"] = self._record["mfu"] = flops_per_second / (peak * run.strategy.comm.num_devices)
             self._record["peak_note"] = note
@@ -227,9 +226,7 @@ class Profiler(Callback):
     def _start_recording(self, run: Run) -> None:
         from torch.profiler import ProfilerActivity, profile
 
-        activities = [ProfilerActivity.CPU]
-        if run.strategy.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        activities = [ProfilerActivity.CPU, *profiled_by(run.strategy.device)]
         self._profile = profile(activities=activities, profile_memory=self.profile_memory, with_stack=self.with_stack)
         self._profile.__enter__()
 
@@ -237,9 +234,8 @@ class Profiler(Callback):
         if self._profile is None:
             return
         recording, self._profile = self._profile, None
-        on_device = run.strategy.device.type == "cuda"
-        if on_device:
-            torch.cuda.synchronize(run.strategy.device)  # or the trace lacks the last kernels
+        on_device = bool(profiled_by(run.strategy.device))
+        synchronize(run.strategy.device)  # or the trace lacks the last kernels
         recording.__exit__(None, None, None)
         assert run.run_dir is not None
         trace = run.run_dir / TRACE.format(rank=run.strategy.comm.process)
@@ -272,8 +268,7 @@ class Profiler(Callback):
 
 def _now(run: Run) -> float:
     # Kernels run later than Python: without this the time is that of their launch.
-    if run.strategy.device.type == "cuda":
-        torch.cuda.synchronize(run.strategy.device)
+    synchronize(run.strategy.device)
     return time.perf_counter()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainkit.callback import Callback
 from trainkit.console import clock, say
+from trainkit.devices import has_streams
 from trainkit.files import open_to_append, optional_file
 from trainkit.run import Run
 from trainkit.settings import check_arguments
@@ -152,7 +153,7 @@ class SpeedMonitor(Callback):
         resident = resident_bytes()
         if resident is not None:
             line["memory"]["host"] = resident
-        if run.strategy.device.type == "cuda":
+        if has_streams(run.strategy.device):
             line["memory"]["device"] = run.peak_memory.between_logs(run.state.step)
         if self._evaluation_seconds:
             line["evaluation"] = round(self._evaluation_seconds, 7)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined] # torch exports them at run time
 
 from trainkit.data.batch import StepBatch
+from trainkit.devices import backend_of, count, enter, free_cached, has_streams, is_out_of_memory, of_rank, pick
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast, check_same_model, gather, tensors_of
 from trainkit.distributed.failure_store import RankWatchdog
 from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
@@ -39,7 +40,7 @@ from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.failure import phase_in
 from trainkit.settings import check_arguments, check_choice
-from trainkit.strategy import Strategy, pick_device
+from trainkit.strategy import Strategy
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
@@ -140,13 +141,19 @@ class MultiProcessStrategy(Strategy):
             if self.devices == "auto":
                 raise UserError("launcher=ray needs the total number of ranks; set strategy.devices=8.")
             return kind
-        if kind == "mps":
-            raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on mps; set strategy.device=cpu.")
-        count = torch.cuda.device_count() if kind == "cuda" else 0
-        if kind == "cuda" and self.backend != "gloo" and self.num_ranks() > count and not _is_joining():
+        if kind != "cpu" and not has_streams(torch.device(kind)):
+            raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on {kind}; set strategy.device=cpu.")
+        num_devices, device = count(kind), pick(self._requested_device)
+        shares = self.backend == "gloo" or _is_joining()  # of torchrun, each machine has its own number of ranks
+        if kind != "cpu" and device.index is not None and self.num_ranks() > 1 and not shares:
             raise UserError(
-                f"devices={self.devices}, but torch sees {count} CUDA device{'s' * (count != 1)}; set "
-                f"strategy.devices={count}, or strategy.device=cpu."
+                f"device={device} is one device for {self.num_ranks()} ranks; set strategy.device={kind}, or "
+                "strategy.devices=1."
+            )
+        if kind != "cpu" and self.num_ranks() > num_devices and not shares:
+            raise UserError(
+                f"devices={self.devices}, but torch sees {num_devices} {kind.upper()} "
+                f"device{'s' * (num_devices != 1)}; set strategy.devices={num_devices}, or strategy.device=cpu."
             )
         if self.backend != "auto" and not dist.is_backend_available(self.backend):
             raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
@@ -161,7 +168,10 @@ class MultiProcessStrategy(Strategy):
         """Return the number of ranks to start on this machine."""
         if isinstance(self.devices, int):
             return self.devices
-        return torch.cuda.device_count() if pick_device(self._requested_device).type == "cuda" else 2
+        device = pick(self._requested_device)
+        if device.type == "cpu":
+            return 2
+        return count(device.type) if device.index is None else 1
 
     def rank_name(self, process: int) -> str:
         """Return the name of a process in messages."""
@@ -177,7 +187,7 @@ class MultiProcessStrategy(Strategy):
         if self.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
-            on_gpus = self._device_kind() == "cuda"
+            on_gpus = self._device_kind() != "cpu"
             environment = environment_of_caller(self.log_dir)
             launch = partial(launch_on_ray, environment=environment, on_gpus=on_gpus, saved_step=self._saved_step)
         run = partial(self._run_or_publish, run)
@@ -192,9 +202,9 @@ class MultiProcessStrategy(Strategy):
 
     def _device_kind(self) -> str:
         """Return the kind of device of the ranks; a Ray cluster may have GPUs that the caller lacks."""
-        if self.launcher == "ray" and self._requested_device == "cuda":
-            return "cuda"
-        return pick_device(self._requested_device).type
+        if self.launcher == "ray" and self._requested_device not in ("auto", "cpu"):
+            return torch.device(self._requested_device).type
+        return pick(self._requested_device).type
 
     def _enter(self, environment: RankEnvironment) -> None:
         """Become the rank of the environment; called first in a started process."""
@@ -218,16 +228,11 @@ class MultiProcessStrategy(Strategy):
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
-        kind = pick_device(self._requested_device).type
+        self.device = self._own_device()
+        # Before the group is joined: its communicators, and what is unpickled, take memory on the current device.
+        enter(self.device)
         if not dist.is_initialized():
-            self._join_group(kind)
-        self.device = torch.device("cpu")
-        if kind == "cuda":
-            # LOCAL_RANK is set by every launcher; a user's own process group may lack it.
-            local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-            # A launcher may show each process its GPU alone; with gloo several ranks may share one.
-            self.device = torch.device("cuda", local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+            self._join_group(self.device.type)
         if self._environment is None:
             # Each process of torchrun may have chosen another folder: all use that of rank 0.
             self.log_dir = gather(self.log_dir, self._all_ranks)[0]
@@ -246,6 +251,14 @@ class MultiProcessStrategy(Strategy):
         if store is not None:
             self._watchdog = RankWatchdog(store, step=lambda: max(self._steps - 1, 0), describe=phase_in)
 
+    def _own_device(self) -> torch.device:
+        device = pick(self._requested_device)
+        if not has_streams(device) or device.index is not None:
+            return device
+        # LOCAL_RANK is set by every launcher; a user's own process group may lack it.
+        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        return of_rank(device.type, int(os.environ.get("LOCAL_RANK", str(rank))))
+
     @property
     def _all_ranks(self) -> dist.ProcessGroup:
         """The group of all ranks of the run."""
@@ -254,10 +267,7 @@ class MultiProcessStrategy(Strategy):
         return group
 
     def _join_group(self, kind: str) -> None:
-        backend = self.backend
-        if backend == "auto":
-            # gloo too: objects and flags in host memory are exchanged without waiting for a GPU.
-            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        backend = backend_of(kind) if self.backend == "auto" else self.backend
         limit = timedelta(seconds=self.timeout_seconds)
         environment = self._environment
         store: Store
@@ -396,7 +406,9 @@ class MultiProcessStrategy(Strategy):
                     output = read_training_output(returned, micro_batch.num_samples, task, of=batch.num_samples)
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             # Only its text: the traceback of the error holds the frames, and so the activations.
             reason = str(error)
         parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
@@ -404,8 +416,7 @@ class MultiProcessStrategy(Strategy):
             outputs.clear()
             for parameter in parameters:
                 parameter.grad = None
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # cached blocks of the failed size may not serve smaller ones
+            free_cached(self.device)
             with self.no_sync():  # by a backward, so that gradient hooks run
                 torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
         # Every rank is here with nothing left to allocate, so none leaves the others alone in the reduction.

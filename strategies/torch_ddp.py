@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import has_streams
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.optimizer import PhaseOptimizer
@@ -65,7 +66,7 @@ class TorchDDPStrategy(MultiProcessStrategy):
         wrapped = DistributedDataParallel(
             step,
             process_group=self.comm.group,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
+            device_ids=[self.device] if has_streams(self.device) else None,
             **_NO_BUFFER_SYNC,
             bucket_cap_mb=self.bucket_cap_mb,
             find_unused_parameters=self.find_unused_parameters,

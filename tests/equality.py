@@ -22,7 +22,7 @@ class _Seeded(TaskModule):
     def __init__(self, *, lr: float = 0.1) -> None:
         super().__init__()
         self.lr = lr
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.build()
 

@@ -65,7 +65,7 @@ def adamw(task: nn.Module) -> torch.optim.Optimizer:
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Make a module with the same weights in every process, and leave the generator as it was."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
@@ -98,7 +98,7 @@ class Regression(TaskModule):
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(init_seed)
             self.network = (
                 nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Dropout(dropout), nn.Linear(hidden, 1))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainkit.devices import DeviceMemory, memory, peak_memory, reset_peak
 from trainkit.files import write_optional
 
 FILENAME = "timeline.json"
@@ -166,20 +167,8 @@ def covered_seconds(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes on a CUDA device."""
-
-    peak: int
-    """Most bytes of tensors since the last measurement."""
-    used: int
-    """Bytes of tensors now."""
-    free: int
-    """Bytes that further tensors can have."""
-
-
 class PeakMemoryTracker:
-    """Peak memory of tensors on a CUDA device; the only place that resets torch's peak, so that several may read it."""
+    """Peak memory of tensors on a GPU; the only place that resets torch's peak, so that several may read it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -190,18 +179,15 @@ class PeakMemoryTracker:
 
     def measure(self) -> DeviceMemory:
         """Return the memory of the device, and begin a new peak for the next measurement."""
-        device = self._device
-        peak, used = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        # What torch has reserved and does not use is free for further tensors, though the device counts it as used.
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
-        self._restart(peak)
-        return DeviceMemory(peak, used, free)
+        measured = memory(self._device)
+        self._restart(measured.peak)
+        return measured
 
     def between_logs(self, step: int) -> int:
         """Return the peak bytes since the log point before the one of `step`."""
         # Several callbacks ask at one log point: the first resets the peak, and all get the same number.
         if step != self._step:
-            peak = torch.cuda.max_memory_allocated(self._device)
+            peak = peak_memory(self._device)
             self._step, self._between = step, max(self._since_log, peak)
             self._restart(peak)
             self._since_log = 0  # after `_restart`, which would count this peak for the next log point too
@@ -209,8 +195,8 @@ class PeakMemoryTracker:
 
     def of_run(self) -> int:
         """Return the peak bytes since the run started in this process."""
-        return max(self._before, torch.cuda.max_memory_allocated(self._device))
+        return max(self._before, peak_memory(self._device))
 
     def _restart(self, peak: int) -> None:
         self._before, self._since_log = max(self._before, peak), max(self._since_log, peak)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        reset_peak(self._device)

@@ -6,12 +6,14 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
+
+from trainkit.devices import accelerators, generator_state, set_generator_state
 
 T = TypeVar("T")
 
@@ -25,10 +27,10 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state(*, devices: bool = True) -> dict[str, Any]:
+def rng_state(devices: Iterable[torch.device] = ()) -> dict[str, Any]:
     """Return the state of python's, numpy's and torch's generators, as tensors and plain values.
 
-    `devices` includes the generators of GPUs; a worker process has none.
+    Of torch those of the CPU and of `devices`, in their order.
     """
     import numpy as np
 
@@ -46,12 +48,12 @@ def rng_state(*, devices: bool = True) -> dict[str, Any]:
             "cached": numpy_state["gauss"],
         },
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if devices and torch.cuda.is_available() else [],
+        "devices": [state for device in devices if (state := generator_state(device)) is not None],
     }
 
 
-def set_rng_state(saved: dict[str, Any]) -> None:
-    """Restore a state that `rng_state` returned. GPUs are restored only if their number is the same."""
+def set_rng_state(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -> None:
+    """Restore a state that `rng_state` returned, those of devices on `devices`, which may have other indices."""
     import numpy as np
 
     python, arrays = saved["python"], saved["numpy"]
@@ -59,18 +61,19 @@ def set_rng_state(saved: dict[str, Any]) -> None:
     keys = arrays["keys"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, arrays["position"], arrays["has_gauss"], arrays["cached"]))
     torch.set_rng_state(saved["torch"])
-    if saved["cuda"] and len(saved["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(saved["cuda"])
+    for device, state in zip(devices, saved["devices"], strict=False):
+        set_generator_state(device, state)
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore every generator at the end of the block."""
-    saved = rng_state()
+    """Restore every generator at the end of the block, also those of all devices."""
+    devices = accelerators()
+    saved = rng_state(devices)
     try:
         yield
     finally:
-        set_rng_state(saved)
+        set_rng_state(saved, devices)
 
 
 def python_rng_state() -> tuple[Any, ...]:

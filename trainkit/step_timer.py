@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
+from trainkit.devices import current_stream, has_streams, is_asynchronous
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.precision import Precision
 from trainkit.phases import PhaseStep
@@ -53,7 +54,7 @@ class StepTimer:
         self._loader = loader
         self._received = 0.0  # seconds until batches were on the device, since the last `take`
         self._waited_before, self._data_before = self._waited_seconds(), loader.seconds_waited
-        self._device = device = _DeviceTimer() if strategy.device.type == "cuda" else None
+        self._device = device = _DeviceTimer(strategy.device) if has_streams(strategy.device) else None
         self._forward, self._both = _PartTimer("forward", device), _PartTimer("both", device)
         self._optimizer = _PartTimer("optimizer", device)
         self._measures = True
@@ -72,7 +73,7 @@ class StepTimer:
 
     def timed_batches(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """Return the batches, counting the time until they are on a device that is not the CPU."""
-        return batches if self._strategy.device.type == "cpu" else self._counting(batches)
+        return self._counting(batches) if is_asynchronous(self._strategy.device) else batches
 
     def _counting(self, batches: Iterator[StepBatch]) -> Iterator[StepBatch]:
         while True:
@@ -211,11 +212,12 @@ class _PartTimer:
 
 
 class _DeviceTimer:
-    """Records CUDA events in the measured steps; the time before an event counts for the name of the event."""
+    """Records events in the measured steps; the time before an event counts for the name of the event."""
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[int, list[tuple[str, torch.cuda.Event]]]] = []  # weight, marks
-        self._free: list[torch.cuda.Event] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: list[tuple[int, list[tuple[str, torch.Event]]]] = []  # weight, marks
+        self._free: list[torch.Event] = []
 
     def begin_step(self, weight: int) -> None:
         """Begin a measured step, which stands for `weight` steps."""
@@ -224,8 +226,8 @@ class _DeviceTimer:
 
     def mark(self, name: str) -> None:
         """Record an event."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = self._free.pop() if self._free else torch.Event(self._device, enable_timing=True)
+        event.record(current_stream(self._device))
         self._steps[-1][1].append((name, event))
 
     def take(self, steps: int) -> dict[str, float]:

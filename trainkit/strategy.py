@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from trainkit.checkpoint.sharded_state import ShardedState, in_memory
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch, split_error
 from trainkit.data.order import Order, ShardSampler
+from trainkit.devices import enter, pick
 from trainkit.distributed.collectives import Collectives
-from trainkit.errors import UserError, nearest
+from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.optimizer import PhaseOptimizer
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _NO_CONTEXT = nullcontext()  # without a state, so one serves all steps
-_DEVICE_KINDS = ("auto", "cpu", "cuda", "mps")
 PARTIAL_GRADIENTS = ("shard_optimizer", "optimizer_in_backward")
 """Settings of strategies under which no rank has the complete gradients before the optimizer's step."""
 
@@ -128,7 +128,7 @@ class Strategy:
 
         Raises UserError for what this machine or the strategy cannot run; called before any process is started.
         """
-        return pick_device(self._requested_device).type
+        return pick(self._requested_device).type
 
     def launch(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return what it returned on rank 0."""
@@ -136,9 +136,15 @@ class Strategy:
 
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and set `device`, `precision` and `comm`; collective."""
-        self.device = pick_device(self._requested_device)
+        self.device = pick(self._requested_device)
+        enter(self.device)
         self.precision = precision
         precision.setup(self.device)
+
+    @property
+    def devices_of_rank(self) -> list[torch.device]:
+        """The devices that this process computes on."""
+        return [self.device]
 
     def prepare(self, task: TaskModule) -> None:
         """Move the task to the device, with rank 0's parameters and buffers on every rank; collective.
@@ -583,25 +589,3 @@ def loss_weight(output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -
     # One micro-batch is the whole step: its mean needs no weight, unless there is nothing in it.
     weight = output.weight  # 0 for a batch of padding only
     return (weight > 0).to(weight.dtype) if isinstance(weight, Tensor) else float(weight > 0)
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device called `name` (`auto`: the best one available); raises UserError for one that is missing."""
-    kind, _, index = str(name).partition(":")
-    has_mps = torch.backends.mps.is_available()
-    if kind not in _DEVICE_KINDS or (index and not index.isdigit()):
-        raise UserError(
-            f"unknown device {name!r}.{nearest(kind, _DEVICE_KINDS)} Choose auto, cpu, cuda, cuda:0 or mps."
-        )
-    if kind == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= count:
-            raise UserError(
-                f"device {name!r} is not available: torch sees {count} CUDA device{'s' * (count != 1)}; "
-                f"set device={'cuda:0' if count else 'cpu'}, or install a torch build for your GPU."
-            )
-    if kind == "mps" and not has_mps:
-        raise UserError("device 'mps' is not available; set device=cpu.")
-    return torch.device(str(name))

@@ -22,6 +22,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import resize_buffers
 from trainkit.console import say
 from trainkit.data.data import Data
+from trainkit.devices import is_cuda
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
 from trainkit.logger import Logger
@@ -472,7 +473,7 @@ def _check_step(task: TaskModule, name: str) -> None:
 def _check_offloads(strategy: Strategy, device_type: str) -> None:
     """Raise UserError for a strategy under which activations cannot be offloaded."""
     where = ""
-    if device_type != "cuda":
+    if not is_cuda(torch.device(device_type)):
         where = f"works on CUDA devices only, and this run is on {device_type}"
     elif not strategy.supports_module_hooks:
         where = f"does not work with {type(strategy).__name__}, which keeps activations by itself"

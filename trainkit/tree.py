@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.devices import has_streams
 from trainkit.errors import UserError
 
 
@@ -83,13 +84,17 @@ def _rows(tensor: Tensor, selection: slice) -> Tensor:
 
 
 def to_device(batch: Any, device: torch.device, *, dtype: torch.dtype | None = None) -> Any:
-    """Return `batch` with its tensors on `device` and its floating-point ones as `dtype`; copies do not block."""
+    """Return `batch` with its tensors on `device` and its floating-point ones as `dtype`.
+
+    Copies to a GPU do not block; what is copied to the CPU is there.
+    """
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         wanted = dtype if dtype is not None and leaf.is_floating_point() else None
-        return leaf.to(device=device, dtype=wanted, non_blocking=True)
+        # Python would read host memory before the bytes are there, and MPS host memory after it is used again.
+        return leaf.to(device=device, dtype=wanted, non_blocking=has_streams(device))
 
     if hasattr(batch, "to") and not isinstance(batch, Tensor):
         return batch.to(device)  # a custom batch type

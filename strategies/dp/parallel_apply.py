@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainkit.devices import current_stream, generator_state, has_streams, on
 from trainkit.errors import UserError
 from trainkit.rng import python_rng_state
 
@@ -54,7 +55,7 @@ class ParallelApply:
         # The caller's thread takes the first call. A pool of no threads is refused.
         self._pool = ThreadPoolExecutor(max(1, len(devices) - 1), thread_name_prefix="replica")
         # A GPU that is named once has a generator that no other replica draws from.
-        self._repeated = sorted({str(d) for d in devices if d.type == "cuda" and devices.count(d) > 1})
+        self._repeated = [d for d in dict.fromkeys(devices) if d.type != "cpu" and devices.count(d) > 1]
         self._draws: dict[str, bool] = {}  # kind of call -> whether it draws random numbers
 
     def run(self, calls: Sequence[Callable[[], T]], *, kind: str) -> list[T]:
@@ -97,7 +98,7 @@ class ParallelApply:
         futures = []
         # The last round of a step may have fewer shards than there are devices.
         for call, device in zip(calls, self._devices, strict=False):
-            with _on(device, None):
+            with on(device):
                 futures.append(_run_now(call))
             if futures[-1].exception() is not None:
                 break
@@ -106,18 +107,18 @@ class ParallelApply:
     def _at_once(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
         grad_enabled = torch.is_grad_enabled()
 
-        def on_thread(call: Callable[[], T], device: torch.device, stream: torch.cuda.Stream | None) -> T:
+        def on_thread(call: Callable[[], T], device: torch.device, stream: torch.Stream | None) -> T:
             # Grad mode, device and stream belong to a thread; autocast is entered by the call itself.
-            with torch.set_grad_enabled(grad_enabled), _on(device, stream):
+            with torch.set_grad_enabled(grad_enabled), on(device, stream):
                 return call()
 
         others = []
         for call, device in zip(calls[1:], self._devices[1:], strict=False):
             # The caller's stream is where the copies to this device were started; a thread begins with the default one.
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            stream = current_stream(device) if has_streams(device) else None
             others.append(self._pool.submit(on_thread, call, device, stream))
         try:
-            with _on(self._devices[0], None):
+            with on(self._devices[0]):
                 first = _run_now(calls[0])
         finally:
             # Also after KeyboardInterrupt: threads that go on would run the task while the caller saves or leaves it.
@@ -126,8 +127,11 @@ class ParallelApply:
 
     def _generator_states(self) -> list[Any]:
         """Return the state of every generator that several replicas share; no device sync."""
-        shared = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._repeated)]
-        return [*(state.numpy().tobytes() for state in shared), *python_rng_state()]  # bytes compare by value
+        shared = [torch.get_rng_state(), *(generator_state(device) for device in self._repeated)]
+        return [
+            *(state.numpy().tobytes() for state in shared if state is not None),
+            *python_rng_state(),
+        ]  # bytes compare by value
 
 
 def _run_now(call: Callable[[], T]) -> Future[T]:
@@ -138,12 +142,6 @@ def _run_now(call: Callable[[], T]) -> Future[T]:
     except Exception as error:
         future.set_exception(error)
     return future
-
-
-def _on(device: torch.device, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.device(device) if stream is None else torch.cuda.stream(stream)
 
 
 def _located(error: Exception, index: int, count: int, device: torch.device) -> Exception:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.devices import has_streams
 from trainkit.errors import UserError
 from trainkit.task import TaskModule
 from trainkit.tree import rows, tree_leaves
@@ -112,7 +113,7 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             moved[index] = tensor.to(device)
     for indices in away.values():
         # One copy costs one launch and one transfer, where a copy of each tensor waits for the latency of each.
-        flat = torch.cat([tensors[index].reshape(-1) for index in indices]).to(device, non_blocking=True)
+        flat = torch.cat([tensors[index].reshape(-1) for index in indices]).to(device, non_blocking=has_streams(device))
         pieces = flat.split([tensors[index].numel() for index in indices])
         for index, piece in zip(indices, pieces, strict=True):
             moved[index] = piece.view(tensors[index].shape)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
+from trainkit.devices import accelerators, has_streams, indexed, is_asynchronous, pick, synchronize, widest_float
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
 from trainkit.metrics.sync import fresh_copy, metrics_in, outermost_metrics
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
-from trainkit.strategy import PhaseTraining, loss_weight, pick_device
+from trainkit.strategy import PhaseTraining, loss_weight
 from trainkit.task import TaskModule
 from trainkit.tree import concatenate, to_device
 
@@ -38,11 +39,11 @@ logger = logging.getLogger(__name__)
 class TransferTimer:
     """Times named phases during a few steps after the warm-up, and while overlap is measured.
 
-    A measured step waits for its CUDA devices where a phase begins and ends; other steps cost nothing.
+    A measured step waits for its devices where a phase begins and ends; other steps cost nothing.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
+        self._devices = [device for device in dict.fromkeys(devices) if is_asynchronous(device)]
         self._step = 0
         self._started: float | None = None  # of a measured step
         self._seconds: dict[str, float] = {}
@@ -99,8 +100,8 @@ class TransferTimer:
 
     def _now(self) -> float:
         for device in self._devices:
-            # CUDA work is asynchronous: without it the clock would show when copies were started, not when they ended.
-            torch.cuda.synchronize(device)
+            # Without it the clock would show when copies were started, not when they ended.
+            synchronize(device)
         return time.perf_counter()
 
 
@@ -167,13 +168,17 @@ class DataParallelStrategy(PhaseTraining):
         """The replicas' devices, the master first; raises UserError for a missing one."""
         requested = self._requested_devices
         names = requested if isinstance(requested, tuple) else _counted(requested)
-        devices = [_indexed(pick_device(name)) for name in names]
+        devices = [indexed(pick(name)) for name in names]
         if len({device.type for device in devices}) > 1:
             raise UserError(
                 f"devices={[str(device) for device in devices]} are of different kinds; name devices of one kind, "
                 "such as strategy.devices=[cuda:0,cuda:1] or strategy.devices=[cpu,cpu]."
             )
         return devices
+
+    @property
+    def devices_of_rank(self) -> list[torch.device]:
+        return list(dict.fromkeys(self.devices))
 
     def validate(self, task: TaskModule, precision: Precision) -> str:
         return self.devices[0].type
@@ -322,7 +327,7 @@ class DataParallelStrategy(PhaseTraining):
         weight = output.weight
         if isinstance(weight, Tensor):
             # An integer weight divided by an integer would be rounded to float32 in every precision.
-            weight = weight.to(self.device, torch.float32 if self.device.type == "mps" else torch.float64)
+            weight = weight.to(self.device, widest_float(self.device))
         return StepOutput(loss, weight, output.metrics, output.own_weight, output.objects)
 
     @property
@@ -441,22 +446,15 @@ def _checked(devices: Any) -> int | tuple[str, ...] | None:
 
 def _counted(count: int | None) -> list[str]:
     """Return the names of the first `count` GPUs, by default of all, or of replicas on the CPU without any GPU."""
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [device for device in accelerators() if has_streams(device)]
+    available = len(gpus)
     if available == 0:
         return ["cpu"] * (count or 2)
     count = count or available
     if count > available:
         raise UserError(
-            f"devices={count}, but torch sees {available} CUDA device{'s' * (available != 1)}; set "
+            f"devices={count}, but torch sees {available} {gpus[0].type.upper()} device{'s' * (available != 1)}; set "
             f"strategy.devices={available}, or name a device more than once: "
-            f"strategy.devices=[{','.join(['cuda:0'] * count)}]."
+            f"strategy.devices=[{','.join([str(gpus[0])] * count)}]."
         )
-    return [f"cuda:{index}" for index in range(count)]
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """Return the device with the index that tensors on it have."""
-    if device.type == "cuda" and device.index is None:
-        # `cuda` and `cuda:0` are unequal, so that a shard on the master would be taken for one that must be moved.
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return [str(device) for device in gpus[:count]]

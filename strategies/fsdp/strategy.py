@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import has_streams
 from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import UserError
 from trainkit.files import write_optional
@@ -122,7 +123,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
                 "torch, or set strategy=ddp."
             )
-        if self.auto_micro_batch and device_type != "cuda":
+        if self.auto_micro_batch and not has_streams(torch.device(device_type)):
             raise UserError(
                 "strategy.micro_batch_size=auto measures the memory of CUDA devices under strategy=fsdp, and this run "
                 f"is on {device_type}. Set strategy.micro_batch_size to a number."
@@ -132,7 +133,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "strategy.offload=cpu does not support fp16-mixed, whose scaler reads the gradients on the device. Set "
                 "trainer.precision=bf16-mixed, or strategy.offload=null."
             )
-        if self.offload is not None and device_type != "cuda":
+        if self.offload is not None and not has_streams(torch.device(device_type)):
             raise UserError(
                 f"strategy.offload=cpu moves shards from CUDA devices to host memory, and this run is on "
                 f"{device_type}. Set strategy.offload=null."

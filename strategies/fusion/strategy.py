@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.sharded_state import ShardedState
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import has_streams
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.references import references_to
@@ -156,7 +157,7 @@ class FusionStrategy(MultiProcessStrategy):
             hosts=hosts,
             own_groups=self._own_groups,
         )
-        is_remote = self.device.type == "cuda" or len(hosts.ranks) > 1
+        is_remote = has_streams(self.device) or len(hosts.ranks) > 1
         uses_thread = is_remote if self.communication_thread == "auto" else self.communication_thread
         self._thread = None
         if uses_thread:

@@ -22,6 +22,7 @@ from trainkit.checkpoint.sharded_state import ShardedState
 from trainkit.data.batch import BatchPlan, MicroBatch, StepBatch
 from trainkit.data.data import StageData
 from trainkit.data.loader import open_loader
+from trainkit.devices import has_streams, pick, uuid_of
 from trainkit.distributed.collectives import Collectives, broadcast, check_same_model, tensors_of
 from trainkit.distributed.failure_store import FailureStore
 from trainkit.errors import UserError
@@ -34,7 +35,7 @@ from trainkit.optim.precision import Precision
 from trainkit.optim.separable import coupled_by, step_hooks
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.settings import check_choice
-from trainkit.strategy import Strategy, loss_weight, named_state, pick_device
+from trainkit.strategy import Strategy, loss_weight, named_state
 from trainkit.task import TaskModule, begin_training, has_phases, is_deferred
 from trainkit.tree import map_tensors, to_device
 
@@ -183,6 +184,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _take_place(self) -> None:
         """Take this rank's place in the mesh, with nothing partitioned."""
+        self._end_runtime()
         mesh = self.mesh
         self.comm = PipelineCollectives(self._of_all_ranks, mesh, step=lambda: self._steps)
         # A single rank has no failure store, and nobody reads its errors in the one that is made here.
@@ -240,7 +242,12 @@ class PipelineStrategy(MultiProcessStrategy):
         if hasattr(self, "runtime"):  # an error may come before `setup` has made it
             self.runtime.errors.publish(why)
 
+    def _end_runtime(self) -> None:
+        if hasattr(self, "runtime"):  # an error may come before `setup` has made it
+            self.runtime.close()
+
     def _release(self) -> None:
+        self._end_runtime()
         # Reducers first: they use the process groups that `leave` destroys.
         for gradients in self._gradients.values():
             gradients.close()
@@ -373,10 +380,10 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def _lane_backend(self) -> str | None:
         """Return the backend of groups between stages; `None` if messages go through host memory. Collective."""
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return None
-        # By UUID: each process may see its GPU as cuda:0, and NCCL refuses two ranks on one.
-        devices = self.comm.all_gather_object(str(torch.cuda.get_device_properties(self.device).uuid))
+        # By UUID: each process may see its GPU as the first one, and NCCL refuses two ranks on one.
+        devices = self.comm.all_gather_object(uuid_of(self.device))
         asked = self.backend
         return lane_backend(dist.get_backend_config(self._all_ranks) if asked == "auto" else asked, devices)
 
@@ -730,8 +737,7 @@ class PipelineStrategy(MultiProcessStrategy):
 
         Costs are those of the requested device.
         """
-        is_cuda = pick_device(self._requested_device).type == "cuda"
-        self.device, self.precision = torch.device("cuda" if is_cuda else "cpu"), precision
+        self.device, self.precision = pick(self._requested_device), precision
         precision.setup(self.device)
         self.staged_model.dtype = precision.compute_type
         report = self._plan_alone(task, source)

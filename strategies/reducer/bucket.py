@@ -65,7 +65,7 @@ class Bucket:
     reduction: Work | None = None
     flags: Work | None = None
     pending_hook: PendingHook | None = None
-    streams: set[torch.cuda.Stream] = field(default_factory=set)
+    streams: set[torch.Stream] = field(default_factory=set)
     ready_at: float = 0.0  # seconds of time.perf_counter
     launched_at: float = 0.0
     finished_at: float = 0.0

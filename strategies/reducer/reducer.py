@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from trainkit.devices import current_stream, has_streams
 from trainkit.distributed.collectives import check_same_model
 from trainkit.distributed.failure_store import FailureStore
 
@@ -311,16 +312,16 @@ class Reducer:
                 bucket.ready_at = time.perf_counter()  # type: ignore[union-attr]
                 self._launch_filled()
 
-        if self.device.type != "cuda":
+        if not has_streams(self.device):
             return on_gradient
 
-        def on_cuda_gradient(parameter: Tensor) -> None:
+        def on_gradient_of_stream(parameter: Tensor) -> None:
             # Backward of a forward on a side stream runs there: the bucket's launch has to wait for that stream.
             if entry.bucket is not None:
-                entry.bucket.streams.add(torch.cuda.current_stream(self.device))
+                entry.bucket.streams.add(current_stream(self.device))
             on_gradient(parameter)
 
-        return on_cuda_gradient
+        return on_gradient_of_stream
 
     def _should_bucket(self, entry: GradientEntry) -> bool:
         """Return True if a gradient belongs in a bucket: the backward is reduced, and it is not the first.

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from trainkit.devices import current_stream, has_streams
+
 from ..transports.process_group import CommunicationHook, PendingHook, ProcessGroupTransport, Transport
 from .bucket import Bucket, GradBucket, ReducerSettings
 
@@ -38,7 +40,7 @@ class BucketReductions:
         bucket.launched_at = time.perf_counter()
         # Or the collective, which follows the current stream, might send a bucket that is not written yet.
         if bucket.streams:  # that have written gradients
-            current = torch.cuda.current_stream(self.device)
+            current = current_stream(self.device)
             for stream in bucket.streams - {current}:
                 current.wait_stream(stream)
             bucket.streams.clear()
@@ -151,7 +153,7 @@ def _set_flags(bucket: Bucket) -> None:
         flags.fill_(1)
         return
     # Pinned, so that the copy does not wait for the device; torch keeps the memory until the copy has run.
-    used = torch.ones(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda)
+    used = torch.ones(flags.shape, dtype=flags.dtype, pin_memory=has_streams(flags.device))
     used[bucket.unused] = 0
     flags.copy_(used, non_blocking=True)
 

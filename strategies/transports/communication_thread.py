@@ -19,6 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trainkit.devices import enter, has_streams, on
 from trainkit.distributed.failure_store import FailureStore, RankError
 
 from .process_group import Transport, Work
@@ -105,11 +106,12 @@ class CommunicationThread(Transport):
 
     def _run(self) -> None:
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            while self._start_queued():
-                self.inner.progress()
-                self._complete_done()
+            enter(self.device)
+            # A stream of its own: a thread begins with the one on which backward runs, which would wait for copies too.
+            with on(self.device, torch.Stream(self.device) if has_streams(self.device) else None):
+                while self._start_queued():
+                    self.inner.progress()
+                    self._complete_done()
         except BaseException as error:  # any error must reach the training thread, which otherwise waits forever
             with self._changed:
                 self._error = error

@@ -5,10 +5,14 @@ The end of a copy is an event on the copier's stream, or `None` for one that has
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-Event = torch.cuda.Event | None
+from trainkit.devices import current_stream, end_of, has_streams, pin_in_place
+
+Event = torch.Event | None
 
 
 class HostCopier:
@@ -39,52 +43,45 @@ class HostCopier:
         """Finish copies and unpin memory; may be called twice."""
 
 
-class CudaHostCopier(HostCopier):
-    """Copies between a CUDA device and pinned memory on a separate stream, concurrent with the training stream."""
+class StreamHostCopier(HostCopier):
+    """Copies between a device and pinned memory on a separate stream, concurrent with the training stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
-        self._pinned: list[Tensor] = []
+        self.stream = torch.Stream(device)
+        self._unpin: list[Callable[[], object]] = []
 
     def mark(self) -> Event:
-        return _end_of(torch.cuda.current_stream(self.device))
+        return end_of(current_stream(self.device))
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, pin_memory=True)  # which torch caches
 
     def pin(self, tensor: Tensor) -> None:
         # Copies from pageable memory would wait for the device.
-        if tensor.nbytes:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-            self._pinned.append(tensor)
+        if (unpin := pin_in_place(tensor)) is not None:
+            self._unpin.append(unpin)
 
     def to_host(self, source: Tensor, target: Tensor, *, after: Event) -> Event:
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             if after is not None:
                 self.stream.wait_event(after)
             # The dtype is changed on the device: fewer bytes are copied.
             target.copy_(source.to(target.dtype), non_blocking=True)
-            return _end_of(self.stream)
+            return end_of(self.stream)
 
     def to_device(self, source: Tensor, target: Tensor) -> Event:
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             target.copy_(source.to(self.device, non_blocking=True), non_blocking=True)
-            return _end_of(self.stream)
+            return end_of(self.stream)
 
     def close(self) -> None:
         self.stream.synchronize()
-        for tensor in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
-        self._pinned = []
+        for unpin in self._unpin:
+            unpin()
+        self._unpin = []
 
 
 def open_host_copier(device: torch.device) -> HostCopier:
     """Return the copier for a device."""
-    return CudaHostCopier(device) if device.type == "cuda" else HostCopier()
-
-
-def _end_of(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
+    return StreamHostCopier(device) if has_streams(device) else HostCopier()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.devices import has_streams
 from trainkit.distributed.failure_store import FailureStore, stopped
 
 TransportName = Literal["auto", "process_group", "shared_memory"]
@@ -90,7 +91,7 @@ class ProcessGroupTransport(Transport):
         self.group, self.failure_store, self.device = group, failure_store, device
         self.timeout_seconds = timeout_seconds
         # With nccl `wait` returns at once and orders streams; gloo blocks the thread, also for CUDA tensors.
-        self.on_stream = device.type == "cuda" and "nccl" in dist.get_backend(group)
+        self.on_stream = has_streams(device) and dist.get_default_backend_for_device(device) in dist.get_backend(group)
         self.flats: list[Tensor] = []
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:

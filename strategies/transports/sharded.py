@@ -46,7 +46,7 @@ class ShardTransport(Transport):
     settings: FusionSettings
     copier: HostCopier
     """Copies gradients to and from host memory."""
-    copies_back: dict[int, torch.cuda.Event]
+    copies_back: dict[int, torch.Event]
     """By buffer: the end of the copy of its result to the device, if that is asynchronous."""
     weight_sets: list[list[Tensor]]
     """With sharded settings: the flat weights of each buffer's parameters, once or (`second_weights`) twice."""
@@ -100,7 +100,7 @@ class ShardTransport(Transport):
         """Order later work on the current stream after the result of a completed buffer."""
         if buffer in self.copies_back:
             # The stream waits, not the host. That of the calling thread: each thread has a current stream.
-            torch.cuda.current_stream().wait_event(self.copies_back[buffer])
+            self.copies_back[buffer].wait()
 
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `dtype` are sent."""

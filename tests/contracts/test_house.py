@@ -136,3 +136,25 @@ def test_no_message_installs_the_package_of_the_index_that_has_the_import_name()
     texts = {file: file.read_text(encoding="utf-8") for file in files if file.is_file() and file.suffix in suffixes}
     assert sum("trainkit-torch" in text for text in texts.values()) > 10
     assert [str(file) for file, text in texts.items() if OLD_DISTRIBUTION.search(text)] == []
+
+
+KINDS_OF_DEVICES = ("cuda", "mps", "xpu")
+MAY_NAME_KINDS = ("trainkit.devices", "trainkit.cli.")  # the command line asks what a machine has
+
+
+def kinds_named(source: str) -> Iterator[str]:
+    """Yield the places where code names a kind of device: `torch.cuda`, `tensor.is_cuda`, "cuda:0"."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.removeprefix("is_") in KINDS_OF_DEVICES:
+            yield f"line {node.lineno}: .{node.attr}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name, _, index = node.value.partition(":")
+            if name in KINDS_OF_DEVICES and (not index or index.isdigit()):
+                yield f"line {node.lineno}: {node.value!r}"
+
+
+def test_only_the_module_of_devices_names_a_kind_of_device():
+    files = {module: file for module, file in FILES.items() if not f"{module}.".startswith(MAY_NAME_KINDS)}
+    named = {module: places for module, file in files.items() if (places := list(kinds_named(file.read_text())))}
+    assert named == {}
+    assert len(list(kinds_named("tensor.is_cuda and torch.cuda.is_available() and device == 'cuda:1'"))) == 3

@@ -106,9 +106,14 @@ def test_the_counting_of_waits_sees_a_task_that_waits(make_trainer, monkeypatch)
 def test_nothing_waits_for_a_gpu_between_log_points(make_trainer, settings):
     class Strict(Callback):
         def on_step_end(self, run):
-            # The log points are steps 4 and 8; the first step warms up.
-            quiet = (run.state.step + 1) % 4 == 0
-            torch.cuda.set_sync_debug_mode("default" if quiet else "error")
+            # The log points are steps 4, 8 and the last; the first step warms up.
+            torch.cuda.set_sync_debug_mode("default" if run.state.step in (4, 8, 11) else "error")
+
+        def on_log(self, run, metrics):
+            torch.cuda.set_sync_debug_mode("error")
+
+        def on_fit_end(self, run):
+            torch.cuda.set_sync_debug_mode("default")
 
         def close(self):
             torch.cuda.set_sync_debug_mode("default")

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.profiling import DeviceMemory, PeakMemoryTracker
+from trainkit.devices import DeviceMemory
+from trainkit.profiling import PeakMemoryTracker
 
 
 class Allocator:
@@ -15,6 +16,7 @@ class Allocator:
         for name in ("memory_allocated", "memory_reserved"):
             monkeypatch.setattr(torch.cuda, name, lambda device: self.now)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - self.now, 1000))
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"inactive_split_bytes.all.current": 50})
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: setattr(self, "peak", self.now))
 
     def use(self, size: int) -> None:
@@ -38,9 +40,9 @@ def test_the_peak_between_log_points_is_the_same_for_every_reader_and_that_of_th
 def test_a_measurement_begins_a_peak_that_readers_of_others_do_not_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, peaks = Allocator(monkeypatch), PeakMemoryTracker(torch.device("cuda"))
     counter.use(500)
-    assert peaks.measure() == DeviceMemory(peak=500, used=0, free=1000)
+    assert peaks.measure() == DeviceMemory(peak=500, used=0, free=950)
     counter.now = 100
     counter.use(200)
-    assert peaks.measure() == DeviceMemory(peak=300, used=100, free=900)
+    assert peaks.measure() == DeviceMemory(peak=300, used=100, free=850, reserved=100)
     assert peaks.measure().peak == 100
     assert (peaks.between_logs(1), peaks.between_logs(2), peaks.of_run()) == (500, 100, 500)

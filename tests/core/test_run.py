@@ -50,7 +50,9 @@ def test_a_checkpoint_has_everything_that_a_resume_needs(make_trainer):
     assert payload["config"] == "lr: 0.1\n"
     assert payload["task_class"].endswith("Regression")
     assert len(payload["rng"]) == 1
-    assert payload["layout"].endswith("BatchPlan(batch_size=4, world_size=1, micro_batches=1, micro_batch_size=4)")
+    assert payload["layout"].endswith(
+        "BatchPlan(batch_size=4, world_size=1, micro_batches=1, micro_batch_size=4) on cpu"
+    )
 
 
 def test_a_resumed_run_repeats_the_decisions_of_its_strategy(make_trainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -213,15 +214,21 @@ def write_pid(folder: str) -> None:
     time.sleep(600)
 
 
-def run_two(folder: str) -> None:
-    run_processes([partial(write_pid, folder)] * 2, patience=0.0)
+def hold_the_interpreter(folder: str) -> None:
+    (Path(folder) / f"{os.getpid()}").touch()
+    ctypes.PyDLL(None).sleep(600)  # no other thread of Python runs, as in a call of CUDA that hangs
 
 
-def test_no_rank_and_no_process_of_a_rank_outlives_a_caller_that_is_killed(tmp_path):
+def run_two(rank: Callable[[str], None], folder: str) -> None:
+    run_processes([partial(rank, folder)] * 2, patience=0.0)
+
+
+@pytest.mark.parametrize(("rank", "number"), [(write_pid, 4), (hold_the_interpreter, 2)])
+def test_no_rank_and_no_process_of_a_rank_outlives_a_caller_that_is_killed(tmp_path, rank, number):
     pids = tmp_path / "pids"
     pids.mkdir()
-    with Program(run_two, str(pids)) as caller:
-        wait_until(lambda: len(list(pids.iterdir())) == 4)
+    with Program(run_two, rank, str(pids)) as caller:
+        wait_until(lambda: len(list(pids.iterdir())) == number)
         os.kill(caller.pid, signal.SIGKILL)
         wait_until(lambda: not any(is_running(int(pid.name)) for pid in pids.iterdir()))
 

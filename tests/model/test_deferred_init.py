@@ -121,7 +121,7 @@ def transformer() -> nn.Module:
         elif name.endswith("linear1.weight"):
             nn.init.orthogonal_(parameter)
         elif name.endswith("norm1.weight"):
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(5)
                 nn.init.normal_(parameter)
         elif name.endswith("norm2.weight"):

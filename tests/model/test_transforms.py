@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.marks import on_gpu
 from tests.tasks import Recorder, Regression, assert_same_bits, regression_data, weights
 from trainkit import Callback, Data, UserError, registry
 from trainkit.loops import worker
+from trainkit.model.offload import offloaded
 from trainkit.model.transforms import ModelTransforms, matches
 from trainkit.optim.optimizer import split_weight_decay_groups
 from trainkit.testing import assert_strategies_equal
@@ -39,7 +41,7 @@ class Block(nn.Module):
 class Blocks(Regression):
     def __init__(self, optimizer: Any = None) -> None:
         super().__init__(optimizer)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.blocks = nn.ModuleList([Block(), Block()])
 
@@ -98,29 +100,38 @@ class OnCuda(SingleStrategy):
         return "cuda"
 
 
+@on_gpu
 @pytest.mark.parametrize("checkpointing", [[], ["blocks.*"]])
 def test_offloaded_activations_train_to_the_same_weights(
     make_trainer: Any, monkeypatch: Any, checkpointing: Any
 ) -> None:
-    offloaded: list[Tensor] = []
+    on_host: list[Tensor] = []
 
-    class Counted(save_on_cpu):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(**settings)
-            pack, self.pack_hook = self.pack_hook, lambda tensor: offloaded.append(tensor) or pack(tensor)
+    def counted(copies: torch.Stream) -> saved_tensors_hooks:
+        hooks = offloaded(copies)
+        pack = hooks.pack_hook
 
-    monkeypatch.setattr(worker, "save_on_cpu", Counted)
+        def pack_and_count(tensor: Tensor) -> Any:
+            packed = pack(tensor)
+            if packed is not tensor:
+                assert tensor.data_ptr() not in {weight.data_ptr() for weight in task.parameters()}
+                on_host.append(tensor)
+            return packed
+
+        return saved_tensors_hooks(pack_and_count, hooks.unpack_hook)
+
+    monkeypatch.setattr(worker, "offloaded", counted)
     plain, task, settings = Blocks(), Blocks(), {"activation_checkpointing": checkpointing, "precision": "fp64"}
-    make_trainer(OnCuda(device="cpu"), **settings).fit(plain, data())
-    assert not offloaded
-    make_trainer(OnCuda(device="cpu"), offload_activations=True, **settings).fit(task, data())
+    make_trainer(SingleStrategy(device="cuda"), **settings).fit(plain, data())
+    assert not on_host
+    make_trainer(SingleStrategy(device="cuda"), offload_activations=True, **settings).fit(task, data())
 
-    # What comes back is contiguous, also a transposed weight, for which a processor may have another kernel.
+    # What comes back is contiguous, for which a processor may have another kernel.
     torch.testing.assert_close(weights(task), weights(plain), rtol=0, atol=1e-14)
-    assert len(offloaded) > 2 * 4  # the inputs of both blocks in each of 4 steps, and others
-    offloaded.clear()
-    make_trainer(OnCuda(device="cpu"), **settings).fit(task, data())
-    assert not offloaded
+    assert len(on_host) > 2 * 4  # the inputs of both blocks in each of 4 steps, and others
+    on_host.clear()
+    make_trainer(SingleStrategy(device="cuda"), **settings).fit(task, data())
+    assert not on_host
 
 
 def test_offloading_is_refused_by_name_where_it_does_nothing(make_trainer: Any, monkeypatch: Any) -> None:
@@ -133,8 +144,7 @@ def test_offloading_is_refused_by_name_where_it_does_nothing(make_trainer: Any, 
         make_trainer(pipeline, offload_activations=True).fit(Blocks(), data())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_offloading_saves_memory_on_cuda_and_changes_no_bit(make_trainer: Any) -> None:
     def trained(**settings: Any) -> tuple[nn.Module, int]:
         task = Blocks()
@@ -276,7 +286,7 @@ class Normed(Regression):
 
     def __init__(self) -> None:
         super().__init__(adamw)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
             self.neck = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))

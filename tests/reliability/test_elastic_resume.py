@@ -52,7 +52,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 class Regression(TaskModule):
     def __init__(self, *, dropout: float = 0.0) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.first = nn.Linear(8, 16)
             self.middle = nn.Linear(16, 16)

@@ -47,7 +47,7 @@ class Classifier(TaskModule):
         from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)
         self.network = nn.Sequential(*layers).double()

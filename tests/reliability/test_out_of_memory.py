@@ -22,9 +22,9 @@ from tests.tasks import Recorder, assert_close, assert_same_bits
 from tests.tasks import fit as train
 from trainkit import Callback, Data, TaskModule, Trainer, UserError
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import DeviceMemory
 from trainkit.loops.oom import resplit
 from trainkit.metrics.metric import Metric
-from trainkit.profiling import DeviceMemory
 from trainkit.testing import run_ranks
 
 

@@ -49,7 +49,7 @@ class Regression(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.network = nn.Sequential(
                 nn.Linear(4, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 1)

@@ -124,7 +124,7 @@ class Reset(AfterStep):
 
     def change(self, task, step):
         if step == 3:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(step)
                 task.c.reset_parameters()
 

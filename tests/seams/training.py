@@ -44,7 +44,7 @@ class Layers(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
             self.build()

@@ -69,7 +69,7 @@ class Language(TaskModule):
 
     def __init__(self, *, weighted: bool = False, twice: bool = False, frozen: bool = False, lr: float = 0.01) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.words = nn.Embedding(WORDS, WIDTH)
             self.blocks = nn.Sequential(Block(), Block(), Block())
@@ -299,7 +299,7 @@ class Rounded(Language):
 
     def __init__(self, *, overflows: bool = False) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)  # many processors have no LSTM in fp16
         self.edges = nn.Parameter(torch.zeros(4))

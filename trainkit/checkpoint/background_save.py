@@ -23,6 +23,7 @@ from torch import Tensor
 from trainkit.checkpoint.serialization import Labels, PayloadVisitor, storage_key
 from trainkit.checkpoint.sharded_state import TensorShard
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
+from trainkit.devices import has_streams, pin_in_place, synchronize
 from trainkit.distributed.collectives import Collectives, same_errors
 from trainkit.errors import CheckpointError, UserError
 from trainkit.files import start_thread
@@ -269,7 +270,7 @@ class CpuSnapshot:
         def copy(tensor: Tensor, path: str) -> Tensor:
             if tensor.layout is not torch.strided:
                 # Sparse tensors cannot be copied into a buffer of another number of elements.
-                return tensor.cpu() if tensor.is_cuda else tensor.clone()
+                return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
             key = storage_key(tensor)
             if key not in copies:
                 buffer = self._buffer(tensor, path)
@@ -281,9 +282,8 @@ class CpuSnapshot:
 
         copied: dict[str, Any] = PayloadVisitor(copy).convert(_joined(payload, shards))
         for device in devices:
-            if device.type == "cuda":
-                # Before the caller changes its tensors, and before the thread reads the copies.
-                torch.cuda.synchronize(device)
+            # Before the caller changes its tensors, and before the thread reads the copies.
+            synchronize(device)
         self._buffers = used  # frees those of tensors that the payload no longer has
         return copied
 
@@ -302,8 +302,11 @@ class CpuSnapshot:
         buffer = self._buffers.get(path)
         if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
             return buffer
+        buffer = torch.empty_like(tensor, device="cpu")
         # Pinned memory takes copies from the device at full speed, all of them at once.
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        if has_streams(tensor.device):
+            pin_in_place(buffer)
+        return buffer
 
 
 def _joined(payload: dict[str, Any], shards: Sequence[TensorShard]) -> dict[str, Any]:

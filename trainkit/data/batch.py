@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
     from trainkit.data.order import Order, ShardSampler
     from trainkit.distributed.collectives import Collectives
 
@@ -59,6 +61,10 @@ class BatchPlan:
 
 class ShardsData(Protocol):
     """The attributes of a strategy that batch loaders use."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that batches are copied to."""
 
     @property
     def comm(self) -> Collectives:

@@ -49,6 +49,7 @@ from trainkit.data.readers import (
     request_seed,
     state_of,
 )
+from trainkit.devices import has_streams
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.rng import SavedGenerators, preserve_rng
@@ -133,6 +134,7 @@ class BatchLoader(ABC):
         self.seconds_waited = 0.0
         """Seconds that the loop has waited for `timed_batches`."""
         self._repeat_first = repeat_first
+        self._device = strategy.device
         self._step_items = stage_data.batch_size or 1  # of the epoch; a pre-batched item is a step
         self.resplit(strategy)
 
@@ -312,8 +314,8 @@ class MapBatchLoader(BatchLoader):
             self._pool = WorkerPool(
                 self._reader,
                 num_workers=self.stage_data.num_workers,
-                # Without a GPU torch warns that nothing is pinned.
-                pin_memory=self.stage_data.pin_memory and torch.cuda.is_available(),
+                # A run on the CPU of a machine with a GPU would pin memory there, and take some of it.
+                pin_memory=self.stage_data.pin_memory and has_streams(self._device),
                 persistent=self.stage_data.persistent_workers,
                 start=self.stage_data.start_worker,
             )

@@ -12,6 +12,7 @@ no thread, lock or CUDA context of the caller, and the command line is not run a
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import math
 import multiprocessing
@@ -46,6 +47,7 @@ from trainkit.signals import ALWAYS, recorded_signals
 
 T = TypeVar("T")
 
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 POLL_SECONDS = 0.02  # between two checks for signals to forward
 ABORT_SECONDS = 60.0  # that an aborted rank has to write the stacks of its threads
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves after the first failure
@@ -324,6 +326,7 @@ def _run_process(
     os.setpgrp()  # Ctrl-C reaches the caller only, which forwards it once
     # A thread, as a killed caller sends no signal, and the main thread may wait in a collective.
     threading.Thread(target=_exit_with_caller, daemon=True).start()
+    _end_with_server()
     multiprocessing.set_start_method(start_method, force=True)  # not the one that started this rank
     for number, stream in zip((1, 2), output, strict=True):
         os.dup2(stream.fileno(), number)
@@ -343,6 +346,23 @@ def _run_process(
         os._exit(1)  # at once: with a peer gone, the end of the process group may wait or abort
     answer.send_bytes(content)
     atexit._run_exitfuncs()  # which a forked process does not run by itself
+
+
+def _end_with_server() -> None:
+    """Let the kernel end this process when the fork server ends, as it does when its caller has.
+
+    A call that hangs with the lock of the interpreter, as one of CUDA may, leaves no thread to do it.
+    """
+    if sys.platform != "linux":
+        return
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    # The server lives while anybody has this end of a pipe: a rank must not keep it.
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _exit_with_caller() -> None:

@@ -197,7 +197,7 @@ class Checkpointer:
         run, phases = self._run, self._run.phase_optimizers
         expected = {
             "state": run.state.state_dict(),
-            "rng": [rng_state(devices=False)] * len(payload["rng"]),  # another machine may have other GPUs
+            "rng": [rng_state()] * len(payload["rng"]),  # another machine may have other devices
             "means": {name: [math.inf, math.inf] for name in payload.get("means", {})},  # a metric may be NaN
             "scaler": run.precision.state_dict() if run.precision.scaler is not None and payload["scaler"] else {},
             "spikes": [
@@ -275,7 +275,7 @@ class Checkpointer:
         run, strategy = self._run, self._run.strategy
         states = payload["rng"]
         if len(states) == strategy.comm.num_processes and payload["layout"] == self._layout():
-            set_rng_state(states[strategy.comm.process])
+            set_rng_state(states[strategy.comm.process], strategy.devices_of_rank)
         else:
             # More than any number of ranks, so that no two pairs of step and rank get the same seed.
             seed_everything(run.seed + 1_000_003 * run.state.step + strategy.comm.rank)
@@ -303,7 +303,8 @@ class Checkpointer:
             "scaler": {} if run.precision.scaler is None else run.precision.state_dict(),
             "state": run.state.state_dict(),
             "loader": run.loader.state_dict(run.state.position),
-            "rng": strategy.comm.all_gather_object(rng_state()),  # of every rank, for a resume on the same layout
+            # Of every rank, for a resume on the same layout.
+            "rng": strategy.comm.all_gather_object(rng_state(strategy.devices_of_rank)),
             "layout": self._layout(),
             "batch_size": None if run.plan is None else run.plan.batch_size,
             "num_items": run.loader.num_items,
@@ -375,7 +376,9 @@ class Checkpointer:
         strategy = self._run.strategy
         # A rank that moved computes other samples, for which its random numbers were not drawn.
         places = f" {strategy.places()}" if isinstance(strategy, PlacesRanks) else ""
-        return f"{type(strategy).__name__} {self._run.plan!r}{places}"
+        # The same seed gives other numbers on another kind of device.
+        kinds = [device.type for device in strategy.devices_of_rank]
+        return f"{type(strategy).__name__} {self._run.plan!r}{places} on {' '.join(kinds)}"
 
     def _save_on_main(
         self, payload: dict[str, Any], *, background: bool, keep: Keep | None, then: OnSaved | None, labels: Labels

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import widest_float
 from trainkit.errors import UserError
 from trainkit.loops.oom import state_snapshot
 from trainkit.metrics.step_output import StepOutput
@@ -71,8 +72,7 @@ class Closure:
     def _global_loss(self, outputs: Sequence[StepOutput]) -> Tensor:
         """Return the weighted mean loss over the global batch; collective."""
         device, all_reduce = self._strategy.device, self._strategy.comm.all_reduce
-        # MPS has no float64.
-        zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        zero = torch.zeros((), dtype=widest_float(device), device=device)
         weights = [zero + output.weight for output in outputs]
         # Every rank calls both sums, also one without samples: it starts from `zero`.
         total = all_reduce(sum(weights, start=zero))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import accelerators, free_cached, is_out_of_memory
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
@@ -58,14 +59,15 @@ class AutoMicroBatch:
             try:
                 return forward_backward(batch)
             # The strategy has made sure that it is raised on every rank, so all of them halve and repeat together.
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
                 reason = str(error)
             # Outside the handler: the error keeps the frames of the step, and they the memory to free.
             task.zero_grad(set_to_none=True)
             restore_state()
-            if strategy.device.type == "cuda":
-                # The allocator would keep the blocks of the larger micro-batch, beside those of the smaller one.
-                torch.cuda.empty_cache()
+            # The allocator would keep the blocks of the larger micro-batch, beside those of the smaller one.
+            free_cached(strategy.device)
             self._halve(batch, reason)
 
     def resume(self) -> None:
@@ -169,14 +171,15 @@ def state_snapshot(task: nn.Module, metrics: Sequence[nn.Module]) -> Callable[[]
     """Copy what a step changes besides parameters: random generators, buffers and metrics; return what restores it."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
     # Also of the metrics: what a step has counted in them would be counted again.
-    metric_states, generators = preserve_state(metrics), rng_state()
+    devices = accelerators()
+    metric_states, generators = preserve_state(metrics), rng_state(devices)
 
     def restore_state() -> None:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         restore(metric_states)
-        set_rng_state(generators)
+        set_rng_state(generators, devices)
 
     return restore_state
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import save_on_cpu
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import buffer_shapes
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
+from trainkit.devices import indexed
 from trainkit.duration import total_steps
 from trainkit.errors import Stopped, UserError, rank_exit
 from trainkit.files import reason
@@ -27,6 +27,7 @@ from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
 from trainkit.model.compile import compilation_reported
+from trainkit.model.offload import offloaded
 from trainkit.optim.lr_schedule import ReferenceBatchSize
 from trainkit.optim.optimizer import configure_optimizers
 from trainkit.rng import seed_everything
@@ -152,7 +153,8 @@ def run_on_rank(
                 num_processes, device = strategy.comm.num_processes, strategy.device
                 stack.enter_context(config.transforms.applied(task, num_processes=num_processes, device=device))
             if config.offload_activations:
-                stack.callback(config.precision.surround(partial(save_on_cpu, pin_memory=True)))
+                copies = torch.Stream(indexed(strategy.device))
+                stack.callback(config.precision.surround(partial(offloaded, copies)))
             run = Run(
                 task=task,
                 data=data,

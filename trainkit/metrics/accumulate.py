@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.devices import widest_float
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
@@ -38,7 +39,7 @@ class WeightedMeans:
         self.checksum_sums: list[float] | None = None
         """The sums over ranks of what the last `reduce` got as its checksum."""
         self._device = device
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+        self._dtype = widest_float(device)
         self._outputs: list[StepOutput] = []
         self._steps: list[int] = []
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
@@ -218,7 +219,7 @@ def _number(name: str, value: Any) -> float:
 
 def _stack(values: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return numbers or scalar tensors as one tensor on the device, in double precision where there is one."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = widest_float(device)
     kinds = set(map(type, values))
     if kinds == {Tensor}:
         with suppress(RuntimeError):  # of different shapes, or on different devices

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from trainkit.devices import widest_float
 from trainkit.errors import UserError
 from trainkit.metrics.sync import is_metric
 
@@ -125,9 +125,8 @@ def _read_output(returned: Any, num_samples: int, task: object, step_name: str) 
     loss = metrics.pop("loss", None)
     weight = metrics.pop("weight", None)
     if isinstance(weight, Tensor) and not weight.is_floating_point():
-        # Numbers of tokens divide exactly in fp64; in fp32 they would leave errors of 1e-7 in gradients of fp64. MPS
-        # has no fp64.
-        weight = weight.to(torch.float32 if weight.device.type == "mps" else torch.float64)
+        # Numbers of tokens divide exactly in fp64; in fp32 they would leave errors of 1e-7 in gradients of fp64.
+        weight = weight.to(widest_float(weight.device))
     if loss is not None and not isinstance(loss, Tensor):
         raise UserError(f"{_name(task)}.{step_name} returned {_kind(loss)} as the loss; return a tensor.")
     # What the task gives replaces the number of samples: a mean over tokens weighs by tokens.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from trainkit.devices import is_cuda
 from trainkit.errors import UserError, nearest
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class ModelTransforms:
             if self.channels_last:
                 task.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch leaves it out
             if self.sync_batch_norm and num_processes > 1:
-                if device.type != "cuda":
+                if not is_cuda(device):
                     raise UserError(
                         "sync_batch_norm=true works on CUDA devices only; set trainer.sync_batch_norm=false."
                     )

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from trainkit.devices import is_cuda
 from trainkit.errors import CheckpointError, UserError, check_monitored, raising_module
 from trainkit.model.transforms import matches
 from trainkit.optim.chained_optimizer import ChainedOptimizer, members
@@ -37,7 +38,7 @@ WARM_UP_STEPS = 20
 """Steps whose gradient norms are averaged before any is called a spike."""
 MEMORY_STEPS = 100
 """Approximate number of steps of the running average of gradient norms."""
-_FUSED_DEVICES = {SGD: ("cpu", "cuda"), Adam: ("cpu", "cuda"), AdamW: ("cpu", "cuda"), Adagrad: ("cpu",)}
+_HAS_FUSED_ON_CUDA = {SGD: True, Adam: True, AdamW: True, Adagrad: False}  # all have it on the CPU
 
 
 @dataclass(frozen=True)
@@ -493,8 +494,8 @@ def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
     dampening, whose first step differs from the others, and SGD in 16 bits on the CPU, whose kernel updates few of the
     elements (PyTorch's issue 191763).
     """
-    devices = _FUSED_DEVICES.get(type(optimizer), ())
-    if not devices or optimizer.state or any(getattr(module, "sparse", False) for module in task.modules()):
+    on_cuda = _HAS_FUSED_ON_CUDA.get(type(optimizer))
+    if on_cuda is None or optimizer.state or any(getattr(module, "sparse", False) for module in task.modules()):
         return
     for group in optimizer.param_groups:
         chosen = group.get("fused") is not None or group.get("foreach") is not None
@@ -502,7 +503,10 @@ def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
             return
         if group.get("momentum") and group.get("dampening"):
             return
-        if not all(p.device.type in devices and p.is_floating_point() for p in group["params"]):
+        places = {p.device for p in group["params"]}
+        if not all(place.type == "cpu" or (on_cuda and is_cuda(place)) for place in places):
+            return
+        if not all(p.is_floating_point() for p in group["params"]):
             return
         if type(optimizer) is SGD and _has_16_bits_on_cpu(group):
             return

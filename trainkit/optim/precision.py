@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from trainkit.devices import set_tf32
 from trainkit.errors import UserError, nearest
 
 _TRUE_TYPES = {"fp32": torch.float32, "bf16-true": torch.bfloat16, "fp64": torch.float64}
@@ -35,10 +36,8 @@ class Precision:
 
     def setup(self, device: torch.device) -> None:
         """Set up the autocast context, the gradient scaler and TF32 for `device`."""
-        # Settings of the whole process, so both are set in any case: an earlier run may have set the other value.
-        if device.type == "cuda":
-            torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-            torch.backends.cudnn.allow_tf32 = self.tf32
+        # Of the whole process, so it is set in any case: an earlier run may have set the other value.
+        set_tf32(device, enabled=self.tf32)
         if self.name in _MIXED_TYPES:
             dtype = _MIXED_TYPES[self.name]
             self._autocast = lambda: torch.autocast(device.type, dtype=dtype)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import UninitializedParameter
 
+from trainkit.devices import has_streams, name_of, toolkit_versions
 from trainkit.errors import UserError
 from trainkit.files import disk_error_text, reason, write_optional, write_text
 
@@ -196,7 +197,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "plan": None if run.plan is None else str(run.plan),
         "max_steps": run.max_steps,
         "precision": run.precision.name,
-        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device),
+        "device": f"{device} ({name_of(device)})" if has_streams(device) else str(device),
         "seed": run.seed,
         "resumed_from": run.resumed_from,
         "versions": _versions(),
@@ -221,8 +222,7 @@ def _versions() -> dict[str, str]:
     from trainkit import __version__
 
     versions = {"trainkit": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
+    versions |= toolkit_versions()
     for name in _PACKAGES:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.devices import free_cached, has_streams, synchronize, timed_event
 from trainkit.model.attribute_snapshot import preserve_task
 from trainkit.strategy import named_state
 from trainkit.tree import to_device
@@ -44,11 +45,11 @@ def measure(
 ) -> None:
     """Set the seconds of every node: the least of `NUM_RUNS` runs, equal calls pooled; the task is restored.
 
-    On a CUDA device the whole task is moved there, and events measure what the device does. Raises `NotRepeatable` for
+    On a GPU the whole task is moved there, and events measure what the device does. Raises `NotRepeatable` for
     a step that does not make the same calls again, or cannot be run on the device.
     """
     interceptor = ModuleInterceptor(task, graph.leaf_modules)
-    mark = perf_counter if device.type == "cpu" else partial(_cuda_event, device)
+    mark = partial(timed_event, device) if has_streams(device) else perf_counter
     try:
         with _moved(task, device):
             for _ in range(NUM_RUNS):
@@ -96,11 +97,11 @@ def measured_rates(device: torch.device, dtype: torch.dtype = torch.float32) -> 
         run_seconds = []
         for _ in range(NUM_RUNS):
             # Calls only queue their work on a GPU, and earlier work must not be counted.
-            _synchronize(device)
+            synchronize(device)
             start = perf_counter()
             for _ in range(repeats):
                 call()
-            _synchronize(device)
+            synchronize(device)
             run_seconds.append((perf_counter() - start) / repeats)
         return min(run_seconds)
 
@@ -163,17 +164,6 @@ class _Stopwatch(TracingMode):
             node.cost.forward_seconds = min(seconds, node.cost.forward_seconds or seconds)
 
 
-def _cuda_event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @contextmanager
 def _moved(task: nn.Module, device: torch.device) -> Iterator[None]:
     """Have the parameters and buffers of a task on the device in the block; they stay the same objects."""
@@ -189,7 +179,7 @@ def _moved(task: nn.Module, device: torch.device) -> Iterator[None]:
         for tensor, content in contents:
             tensor.data = content
         # The memory of the whole task, of which training holds a part, and which other processes may need.
-        torch.cuda.empty_cache()
+        free_cached(device)
 
 
 def _pool(graph: TracedGraph) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import UserError
+from trainkit.rng import preserve_rng
 from trainkit.strategy import named_state
 from trainkit.tree import tree_leaves
 
@@ -269,7 +270,6 @@ def materialize(
     # By identity, since modules may share a tensor under several names.
     missing = {id(tensor): name for name, tensor in named_state(task).items() if tensor.is_meta}
     device = torch.device(device)
-    devices = [device] if device.type == "cuda" else []
     # Parents override their children, and the first of several modules that share a parameter overrides the others.
     for prefix, module in reversed(list(task.named_modules())):
         owned = (*module._parameters.values(), *module._buffers.values())
@@ -294,7 +294,7 @@ def materialize(
         # A hash that is the same in all processes, unlike `hash`; 7 bytes fit into the seeds of torch.
         digest = hashlib.blake2b(f"{seed}/{prefix}".encode(), digest_size=7).digest()
         # Stages reset different modules, and their generators must go on from the same state.
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with preserve_rng(), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "big"))
             reset()
     for tensor in named_state(task).values():

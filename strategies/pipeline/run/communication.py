@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.devices import has_streams, pin, widest_float
 from trainkit.metrics.step_output import StepOutput
 
 from ...transports.host_copy import Event, open_host_copier
@@ -89,7 +90,7 @@ class StageChannel:
         self._local: dict[int, deque[Tensor | None]] = defaultdict(deque)
         self._copier = open_host_copier(device)
         # One thread, as messages of one tag must start in the order of the calls of `send`.
-        self._sender = ThreadPoolExecutor(max_workers=1) if device.type == "cuda" else None
+        self._sender = ThreadPoolExecutor(max_workers=1) if has_streams(device) else None
 
     def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
         """Start sending; the tensor stays in memory until `user`, the action that needs it, is known to have it.
@@ -142,7 +143,7 @@ class StageChannel:
         # The queue, not its first item: a rank posts receives before it has made what it sends to itself.
         if source == self._rank:
             return PendingReceive(None, None, self._local[tag], self._device)
-        tensor = torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        tensor = torch.empty(shape, dtype=dtype, pin_memory=has_streams(self._device))
         if tensor.numel() == 0:
             return PendingReceive(tensor, None, None, self._device)
         work = dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
@@ -168,6 +169,12 @@ class StageChannel:
         pending = self.expect((int(size),), torch.uint8, source=source, tag=HEADER_TAG + 2 * tag + 1)
         # From a rank of the same run, which could run any code anyway.
         return pickle.loads(pending.open(what).cpu().numpy().tobytes())
+
+    def close(self) -> None:
+        """End the thread, and finish copies; may be called twice."""
+        if self._sender is not None:
+            self._sender.shutdown(wait=False, cancel_futures=True)  # after an error a send may never end
+        self._copier.close()
 
     def finish(self) -> None:
         """Wait until everything is sent."""
@@ -332,12 +339,12 @@ class OutputBroadcast:
                 message[0], message[1:] = 0.0, box[0][1]
             dist.broadcast(message, group=self._group, group_src=source)
             if message[0] == 0.0:
-                return outputs if is_source else _filled(layout, message[1:].to(self._device))
+                return outputs if is_source else _filled(layout, message[1:], self._device)
         # All ranks come here together, as the first number told them, or the first call of this key.
         dist.broadcast_object_list(box, group=self._group, group_src=source)
         layout, numbers = box[0]
         self._layouts[key] = layout, numbers.numel()
-        return outputs if is_source else _filled(layout, numbers.to(self._device))
+        return outputs if is_source else _filled(layout, numbers, self._device)
 
 
 Number = Tensor | float
@@ -345,25 +352,44 @@ Number = Tensor | float
 
 def _layout_and_numbers(outputs: list[StepOutput]) -> tuple[list[StepOutput], Tensor]:
     """Return the outputs with zeros for their numbers and without metrics, and the numbers in host memory."""
-    numbers: list[Tensor] = []
+    numbers: list[Number] = []
 
     def take(number: Number) -> Number:
-        numbers.append(torch.as_tensor(number).detach().reshape(()).to("cpu", torch.float64))
+        numbers.append(number)
         return torch.zeros((), dtype=number.dtype) if isinstance(number, Tensor) else 0.0
 
     layout = [_with_numbers(output, take) for output in outputs]
     for output in layout:
         # A metric object may hold all samples of an evaluation; it stays on the stage that updated it.
         output.objects = [update._replace(metric=None) for update in output.objects]
-    return layout, torch.stack(numbers) if numbers else torch.zeros(0, dtype=torch.float64)
+    return layout, _on_host(numbers)
 
 
-def _filled(layout: list[StepOutput], numbers: Tensor) -> list[StepOutput]:
-    remaining_numbers = iter(numbers)
+def _on_host(numbers: Sequence[Number]) -> Tensor:
+    """Return numbers as one float64 tensor in host memory; waits once for each device that has some of them."""
+    values = torch.zeros(len(numbers), dtype=torch.float64)
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            places[number.device].append(place)
+        else:
+            values[place] = number
+    for device, indices in places.items():
+        scalars = [torch.as_tensor(numbers[index]).detach().reshape(()).to(widest_float(device)) for index in indices]
+        values[indices] = torch.stack(scalars).to("cpu", torch.float64)
+    return values
+
+
+def _filled(layout: list[StepOutput], numbers: Tensor, device: torch.device) -> list[StepOutput]:
+    """Return the outputs of a layout with numbers from host memory; tensors are on the device, without waiting."""
+    # One copy, and no number of a plain float is read back.
+    values: list[float] = numbers.tolist()
+    copied = (pin(numbers) if has_streams(device) else numbers).to(device, non_blocking=True)
+    remaining = zip(copied, values, strict=True)
 
     def fill(kind: Number) -> Number:
-        number = next(remaining_numbers)
-        return number.to(kind.dtype) if isinstance(kind, Tensor) else float(number)
+        on_device, value = next(remaining)
+        return on_device.to(kind.dtype) if isinstance(kind, Tensor) else value
 
     return [_with_numbers(output, fill) for output in layout]
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.devices import generator_state, set_generator_state
 from trainkit.distributed.collectives import gather
 from trainkit.metrics.step_output import StepOutput
 from trainkit.rng import python_rng_state, set_python_rng_state
@@ -49,7 +50,12 @@ class PipelineRuntime:
 
     def connect(self, lanes: Mapping[Lane, dist.ProcessGroup]) -> None:
         """Send the tensors of these lanes from device to device, and others through host memory."""
+        self._channel.close()
         self._channel = DeviceChannel(self._group, rank=self._stage, device=self._device, lanes=lanes)
+
+    def close(self) -> None:
+        """End threads; may be called twice."""
+        self._channel.close()
 
     def train(
         self,
@@ -137,14 +143,14 @@ def preserve_generators(device: torch.device) -> Iterator[None]:
     """Restore the random generators at the end: stages draw different numbers, but must have the same state."""
     torch_state = torch.get_rng_state()
     # Of one device: the executor seeds only that of this rank.
-    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    device_state = generator_state(device)
     python_state = python_rng_state()
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, device)
+        if device_state is not None:
+            set_generator_state(device, device_state)
         set_python_rng_state(python_state)
 
 

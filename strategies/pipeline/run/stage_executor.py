@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
+from trainkit.devices import seed_device
 from trainkit.errors import UserError, add_note
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.precision import Precision
@@ -210,8 +211,7 @@ class StageExecutor:
         node_seed = _mixed(seed, node)
         # Not `torch.manual_seed`, which seeds all devices: only the generators of this rank's are restored.
         torch.default_generator.manual_seed(node_seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(node_seed)
+        seed_device(self.device, node_seed)
 
 
 def _add_unknown(shapes: Shapes, new_shapes: Mapping[int, tuple[int, ...]]) -> None:

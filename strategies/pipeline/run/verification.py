@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainkit.devices import has_streams, memory
 from trainkit.distributed.collectives import Collectives, dense_parts
 from trainkit.errors import UserError
 from trainkit.metrics.sync import detach_metrics, metrics_in
@@ -257,8 +258,8 @@ def _error(what: str, rank: str, *, step: int) -> VerificationError:
 def fits_in_memory(task: nn.Module, device: torch.device) -> bool:
     """Return True if the whole task takes a small share of the free memory of the device."""
     needed = sum(num_bytes(tensor) for tensor in (*task.parameters(), *task.buffers()))
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
+    if has_streams(device):
+        free = memory(device).free
     elif "SC_AVPHYS_PAGES" in os.sysconf_names:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:

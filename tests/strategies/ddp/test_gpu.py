@@ -106,7 +106,7 @@ def distances_to_single(backend: str, folder: str) -> dict[str, float]:
             trainer = Trainer(strategy, max_duration="3epoch", callbacks=[], loggers=[], run_dir=run_dir, **settings)
             trainer.fit(tasks[-1], Data(train=TensorDataset(x), batch_size=12))
         pairs = zip(*(task.parameters() for task in tasks), strict=True)
-        found[name] = max((a - b).abs().max().item() for a, b in pairs)
+        found[name] = max((a.cpu() - b.cpu()).abs().max().item() for a, b in pairs)
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.single import SingleStrategy
-from trainkit.strategies.transports.host_copy import CudaHostCopier
+from trainkit.strategies.transports.host_copy import StreamHostCopier
 
 from tests.equality import largest_difference
 from tests.strategies.fusion.training import trained
@@ -20,10 +20,16 @@ pytestmark = [
 
 
 class SyncDetector(Recorder):
-    """Makes torch raise if the training thread waits for the device, from the second step on."""
+    """Makes torch raise if the training thread waits for the device in the second and fourth step.
+
+    In the third a rank has no samples, and reads which parameters the others have used.
+    """
+
+    def on_step_complete(self, run):
+        torch.cuda.set_sync_debug_mode("default")
 
     def on_step_end(self, run):
-        torch.cuda.set_sync_debug_mode("error" if run.state.step >= 2 else "default")
+        torch.cuda.set_sync_debug_mode("error" if run.state.step in (1, 3) else "default")
 
     def close(self):
         torch.cuda.set_sync_debug_mode("default")
@@ -58,7 +64,7 @@ def test_ranks_on_cuda_train_to_the_weights_of_one_device(tmp_path):
 
 def test_copies_wait_for_what_fills_the_buffer_and_not_for_what_comes_later():
     device = torch.device("cuda")
-    copier, target = CudaHostCopier(device), torch.empty(1 << 20, pin_memory=True)
+    copier, target = StreamHostCopier(device), torch.empty(1 << 20, pin_memory=True)
     source = torch.zeros(1 << 20, device=device)
     torch.cuda._sleep(50_000_000)
     source.fill_(1.0)

@@ -195,7 +195,8 @@ def _weights_and_channel(backend, settings, rendezvous):
     strategy = PipelineStrategy(device="cuda", **settings)
     training = Training(make(Mlp), strategy)
     replicas = strategy.mesh.replicas
-    training.run(step_batches(Mlp, sizes=[4] * 4, num_steps=3, replica=strategy.comm.rank, num_replicas=replicas))
+    batches = step_batches(Mlp, sizes=[4] * 4, num_steps=3, replica=strategy.comm.rank, num_replicas=replicas)
+    training.run(strategy.step_batches(iter(batches), pin_memory=False))
     uses_lanes = isinstance(strategy.runtime._channel, DeviceChannel)
     weights = {name: each.cpu() for name, each in training.weights().items()}
     strategy.teardown()

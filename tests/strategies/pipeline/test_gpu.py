@@ -1,6 +1,7 @@
 """Pipelines whose two ranks share one CUDA device: messages, schedules, placement and sharded optimizers."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import EncoderDecoder, Gpt, Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
+from tests.tasks import Regression, regression_data
+from trainkit import Callback, Data, Trainer
 from trainkit.testing import run_ranks
 
 pytestmark = [
@@ -131,3 +134,40 @@ def _trained_without_waiting_for_the_device():
 
 def test_stages_that_send_through_host_memory_do_not_wait_for_the_device():
     assert run_ranks(_trained_without_waiting_for_the_device, 2, timeout=400) == [True, True]
+
+
+class CountWaits(Callback):
+    """Counts how often torch says that a step waits for the device, from the third step on."""
+
+    def __init__(self):
+        self.waits = []
+
+    def on_step_end(self, run):
+        waits = [str(warning.message) for warning in self.warned if "synchronizing" in str(warning.message)]
+        # Of the pretended device alone, which waits in some operations and then names them.
+        self.waits.append(len([text for text in waits if "aten::" not in text]))
+        self.warned.clear()
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def on_fit_start(self, run):
+        self.caught = warnings.catch_warnings(record=True)
+        self.warned = self.caught.__enter__()
+        warnings.simplefilter("always")
+
+    def close(self):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _waits_of_each_step(folder):
+    waits = CountWaits()
+    strategy = PipelineStrategy(stages=2, accumulate=4, verify="off", **DEVICE)
+    trainer = Trainer(
+        strategy, max_duration="8step", callbacks=[waits], loggers=[], log_every="100step", run_dir=folder
+    )
+    trainer.fit(Regression(hidden=8), Data(train=regression_data(64), batch_size=8))
+    return waits.waits[2:-1]
+
+
+def test_a_step_of_a_pipeline_waits_for_the_device_once_to_send_its_outputs(tmp_path):
+    first, last = run_ranks(_waits_of_each_step, 2, tmp_path / "run", timeout=400)
+    assert (max(first), max(last)) == (0, 1)

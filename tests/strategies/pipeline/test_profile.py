@@ -135,7 +135,7 @@ def test_a_preview_has_the_costs_of_the_requested_device(monkeypatch, device):
         raise _Planned(strategy.device.type, strategy.staged_model.dtype)
 
     monkeypatch.setattr(PipelineStrategy, "_plan_alone", planned)
-    monkeypatch.setattr("trainkit.strategies.pipeline.strategy.pick_device", torch.device)
+    monkeypatch.setattr("trainkit.strategies.pipeline.strategy.pick", torch.device)
     strategy = PipelineStrategy(stages=2, device=device)
 
     with pytest.raises(_Planned) as found:
