@@ -77,6 +77,14 @@ def accelerators() -> list[torch.device]:
     return [torch.device(accelerator, index) for index in range(count())] if accelerator else []
 
 
+def with_generators() -> list[torch.device]:
+    """Return the devices whose generators this process can have drawn from; none before it has used any."""
+    devices = accelerators()
+    # To ask for a state would initialize CUDA, in a run on the CPU too.
+    is_used = all(getattr(_module(device), "is_initialized", lambda: True)() for device in devices[:1])
+    return devices if is_used else []
+
+
 def of_rank(kind: str, local_rank: int) -> torch.device:
     """Return the device of a rank; with gloo, several ranks may share one."""
     return torch.device(kind, local_rank % max(count(kind), 1))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainkit.devices import accelerators, generator_state, set_generator_state
+from trainkit.devices import generator_state, set_generator_state, with_generators
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def set_rng_state(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore every generator at the end of the block, also those of all devices."""
-    devices = accelerators()
+    devices = with_generators()
     saved = rng_state(devices)
     try:
         yield
