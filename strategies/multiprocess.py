@@ -28,7 +28,17 @@ from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined] # torch exports them at run time
 
 from trainkit.data.batch import StepBatch
-from trainkit.devices import backend_of, count, enter, free_cached, has_streams, is_out_of_memory, of_rank, pick
+from trainkit.devices import (
+    backend_of,
+    count,
+    enter,
+    free_cached,
+    has_streams,
+    is_out_of_memory,
+    kind_of,
+    of_rank,
+    pick,
+)
 from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast, check_same_model, gather, tensors_of
 from trainkit.distributed.failure_store import RankWatchdog
 from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
@@ -67,7 +77,7 @@ class MultiProcessStrategy(Strategy):
 
     Args:
         devices: Ranks to start on this machine; `auto`: one for each GPU, or two on the CPU.
-        device: `auto`, `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda`, or a device such as `cuda:1` for a single rank.
         accumulate: Micro-batches of a step on each rank.
         micro_batch_size: Most samples on one device at once; `auto`: halved on out-of-memory.
         broadcast_buffers: Broadcast rank 0's buffers (batch-norm statistics) after every step.
@@ -144,13 +154,14 @@ class MultiProcessStrategy(Strategy):
         if kind != "cpu" and not has_streams(torch.device(kind)):
             raise UserError(f"{type(self).__name__} runs on cpu or cuda, not on {kind}; set strategy.device=cpu.")
         num_devices, device = count(kind), pick(self._requested_device)
-        shares = self.backend == "gloo" or _is_joining()  # of torchrun, each machine has its own number of ranks
-        if kind != "cpu" and device.index is not None and self.num_ranks() > 1 and not shares:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if _is_joining() else self.num_ranks()
+        may_share = kind == "cpu" or self.backend == "gloo"  # NCCL refuses two ranks on one device
+        if device.index is not None and local_ranks > 1 and not may_share:
             raise UserError(
-                f"device={device} is one device for {self.num_ranks()} ranks; set strategy.device={kind}, or "
-                "strategy.devices=1."
+                f"device={device} is one device for {local_ranks} ranks; set strategy.device={kind}, or start one rank "
+                "on this machine."
             )
-        if kind != "cpu" and self.num_ranks() > num_devices and not shares:
+        if local_ranks > num_devices and not may_share and not _is_joining():
             raise UserError(
                 f"devices={self.devices}, but torch sees {num_devices} {kind.upper()} "
                 f"device{'s' * (num_devices != 1)}; set strategy.devices={num_devices}, or strategy.device=cpu."
@@ -202,8 +213,8 @@ class MultiProcessStrategy(Strategy):
 
     def _device_kind(self) -> str:
         """Return the kind of device of the ranks; a Ray cluster may have GPUs that the caller lacks."""
-        if self.launcher == "ray" and self._requested_device not in ("auto", "cpu"):
-            return torch.device(self._requested_device).type
+        if self.launcher == "ray" and (kind := kind_of(self._requested_device)) != "auto":
+            return kind
         return pick(self._requested_device).type
 
     def _enter(self, environment: RankEnvironment) -> None:

@@ -40,12 +40,9 @@ _OUT_OF_MEMORY = (
 
 def pick(name: str) -> torch.device:
     """Return the device called `name` (`auto`: the best one available); raises UserError for one that is missing."""
-    kind, _, index = str(name).partition(":")
-    accelerator = _accelerator()
+    kind, accelerator, index = kind_of(name), _accelerator(), str(name).partition(":")[2]
     if kind == "auto":
         return torch.device(accelerator or "cpu")
-    if (kind not in _KINDS and kind != accelerator) or (index and not index.isdigit()):
-        raise UserError(f"unknown device {name!r}.{nearest(kind, _KINDS)} Choose auto, cpu, cuda, cuda:0 or mps.")
     if kind == "mps" and accelerator != "mps":
         raise UserError("device 'mps' is not available; set device=cpu.")
     if kind not in ("cpu", "mps"):
@@ -57,6 +54,14 @@ def pick(name: str) -> torch.device:
                 "torch build for your GPU."
             )
     return torch.device(str(name))
+
+
+def kind_of(name: str) -> str:
+    """Return the kind in the name of a device, of this machine or of another; raises UserError for no such name."""
+    kind, _, index = str(name).partition(":")
+    if (kind not in _KINDS and kind != _accelerator()) or (index and not index.isdigit()):
+        raise UserError(f"unknown device {name!r}.{nearest(kind, _KINDS)} Choose auto, cpu, cuda, cuda:0 or mps.")
+    return kind
 
 
 def _accelerator() -> str | None:
@@ -77,8 +82,8 @@ def accelerators() -> list[torch.device]:
     return [torch.device(accelerator, index) for index in range(count())] if accelerator else []
 
 
-def with_generators() -> list[torch.device]:
-    """Return the devices whose generators this process can have drawn from; none before it has used any."""
+def accelerators_in_use() -> list[torch.device]:
+    """Return `accelerators()`, and none before this process has used one."""
     devices = accelerators()
     # To ask for a state would initialize CUDA, in a run on the CPU too.
     is_used = all(getattr(_module(device), "is_initialized", lambda: True)() for device in devices[:1])

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainkit.devices import generator_state, set_generator_state, with_generators
+from trainkit.devices import accelerators_in_use, generator_state, set_generator_state
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def set_rng_state(saved: dict[str, Any], devices: Iterable[torch.device] = ()) -
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore every generator at the end of the block, also those of all devices."""
-    devices = with_generators()
+    devices = accelerators_in_use()
     saved = rng_state(devices)
     try:
         yield

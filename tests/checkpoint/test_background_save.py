@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import on_gpu
 from tests.tasks import wait_for_saves
 from trainkit.checkpoint.background_save import BackgroundSave, CpuSnapshot, _Status, save_copy
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore
@@ -213,8 +214,7 @@ def test_copy_keeps_ties_strides_and_own_bytes() -> None:
             assert torch.equal(copy[key].to_dense(), tensor.to_dense())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_state_on_a_device_is_copied_before_the_call_returns(tmp_path: Path, snapshot: CpuSnapshot) -> None:
     weight = torch.zeros(4_000_000, device="cuda")
     for step in range(3):

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainkit.strategies.single import SingleStrategy
 
 import trainkit
+from tests.marks import on_gpu
 from tests.tasks import Recorder, Regression, WeightedRegression, regression_data, weighted_data
 from trainkit import Callback, Data
 from trainkit.callback import HOOKS
@@ -98,8 +99,7 @@ def test_the_counting_of_waits_sees_a_task_that_waits(make_trainer, monkeypatch)
     assert waits.calls == {("item", step): 1 for step in (1, 2, 3, 4, 6)}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks CUDA itself whether anything waits for it")
+@on_gpu
 @pytest.mark.parametrize(
     "settings", [{}, {"max_grad_norm": 0.1}, {"precision": "bf16-mixed"}, {"on_nonfinite": "skip"}]
 )

@@ -73,6 +73,11 @@ def test_libraries_below_torch_run_out_of_memory_by_words(text):
     assert not is_out_of_memory(ValueError(text))
 
 
+def test_an_unknown_device_of_a_cluster_is_rejected_too():
+    with pytest.raises(UserError, match=r"unknown device 'cuda:x'"):
+        DDPStrategy(device="cuda:x", devices=2, launcher="ray").validate(Regression(), Precision())
+
+
 # ---- On a GPU: each was wrong in silence before there was one
 
 
@@ -153,7 +158,12 @@ def test_a_strategy_computes_on_the_device_that_it_names():
 
 
 @partial(on_gpu, devices=2)
-def test_one_device_for_several_ranks_is_refused_before_they_start():
+@pytest.mark.parametrize("starts", [True, False], ids=["here", "by torchrun"])
+def test_one_device_for_several_ranks_is_refused_before_they_start(starts, monkeypatch):
+    if not starts:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "2")
     strategy = DDPStrategy(device="cuda:1", devices=2)
     with pytest.raises(UserError, match=r"device=cuda:1 is one device for 2 ranks; set strategy.device=cuda"):
         strategy.validate(Regression(), Precision())
+    DDPStrategy(device="cuda:1", devices=2, backend="gloo").validate(Regression(), Precision())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.marks import on_gpu
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.data.prefetch import prefetched
 from trainkit.tree import to_device
@@ -33,8 +34,7 @@ def test_on_the_cpu_step_batches_are_moved_one_by_one_as_they_are_needed():
     assert [step_batch.ends_epoch for step_batch in moved] == [False, True]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("pin_memory", [True, False])
 def test_on_cuda_every_step_batch_comes_once_in_order_and_one_is_read_ahead(pin_memory):
     made.clear()

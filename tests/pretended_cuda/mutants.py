@@ -100,7 +100,7 @@ def _mutants() -> list[Mutant]:
             "wait for a snapshot",
             snapshot,
             "            synchronize(device)\n",
-            "pass",
+            "            pass\n",
             (COPIES, "tests/checkpoint/test_background_save.py"),
         ),
         Mutant(

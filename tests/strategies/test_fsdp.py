@@ -39,7 +39,7 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 from tests.core.test_phases import Adversarial, Manual, made
 from tests.core.test_phases import samples as adversarial_samples
 from tests.equality import numbers
-from tests.marks import in_make_zoo
+from tests.marks import in_make_zoo, on_gpu
 from tests.model.test_deferred_init import LiveBytes
 from tests.strategies.fusion.test_failure import LIMITS, FailingOnOne
 from tests.tasks import Fitting, StopAt, adamw, distance, seeded
@@ -275,8 +275,7 @@ class ShardsOnHost(Callback):
         assert not averages["exp_avg"].is_cuda
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("deferred", [False, True])
 def test_shards_in_host_memory_train_and_resume_to_the_weights_of_one_device(deferred, tmp_path):
     alone, tasks = built(False, weighted=True), [built(deferred, weighted=True) for _ in range(2)]

@@ -639,7 +639,8 @@ class IterableBatchLoader(BatchLoader):
 
     def _read(self, samples: Iterator[Any], epoch: int, position: int) -> list[Any]:
         """Return the samples of the global batch at a position; raises UserError if the dataset is empty."""
-        with self._seeded(epoch, position):
+        # A worker has seeded its own generators.
+        with nullcontext() if self.stage_data.num_workers else self._seeded(epoch, position):
             step_batch = list(islice(samples, self._step_items))
         self._check_not_empty(position + len(step_batch))
         if not self._is_checked:

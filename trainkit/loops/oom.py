@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.data.batch import MicroBatch, StepBatch
-from trainkit.devices import free_cached, is_out_of_memory, with_generators
+from trainkit.devices import accelerators_in_use, free_cached, is_out_of_memory
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
@@ -171,7 +171,7 @@ def state_snapshot(task: nn.Module, metrics: Sequence[nn.Module]) -> Callable[[]
     """Copy what a step changes besides parameters: random generators, buffers and metrics; return what restores it."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in task.buffers()]
     # Also of the metrics: what a step has counted in them would be counted again.
-    devices = with_generators()
+    devices = accelerators_in_use()
     metric_states, generators = preserve_state(metrics), rng_state(devices)
 
     def restore_state() -> None:

@@ -15,6 +15,7 @@ from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.equality import TASKS, ConvNet, Perceptron, StepWeights, images, largest_difference, make, numbers
+from tests.marks import on_gpu
 from tests.tasks import (
     Recorder,
     Regression,
@@ -257,8 +258,7 @@ def test_hooks_that_the_step_of_a_replica_registers_and_removes_are_its_own():
     assert list(task.first._forward_hooks) == list(replica.first._forward_hooks) == kept
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_gradients_of_replicas_on_another_device_arrive_on_the_master():
     torch.manual_seed(0)
     devices = [torch.device("cpu"), torch.device("cuda:0"), torch.device("cpu")]

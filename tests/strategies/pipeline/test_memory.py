@@ -12,6 +12,7 @@ from trainkit.strategies.pipeline.plan.memory import state_bytes
 from trainkit.strategies.pipeline.plan.schedules import Schedule
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
+from tests.marks import on_gpu
 from tests.strategies.pipeline.training import Training, make, step_batches
 from trainkit.optim.chained_optimizer import ChainedOptimizer
 from trainkit.task import TaskModule
@@ -137,8 +138,7 @@ def _allocated_on_cuda(settings):
     return memory, held, allocated
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "one in flight"])
 def test_the_predicted_memory_of_a_rank_is_what_a_step_takes_on_a_gpu(schedule):
     for memory, held, allocated in run_ranks(_allocated_on_cuda, 2, CASES[schedule], timeout=400):
