@@ -290,6 +290,8 @@ class MultiProcessStrategy(Strategy):
             host, port, token = environment.store_host, environment.store_port, environment.store_token
             store = join_store(host, port, token, limit=limit)
             rank, world_size = environment.rank, environment.world_size
+        # Without `device_id`: NCCL would make each later group by a split of the communicator of all ranks, which waits
+        # for ranks that are not in it and do not call.
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         self._owns_group = True  # a group that the user has made is left to the user
 
@@ -429,7 +431,8 @@ class MultiProcessStrategy(Strategy):
                 parameter.grad = None
             free_cached(self.device)
             with self.no_sync():  # by a backward, so that gradient hooks run
-                torch.autograd.backward(parameters, [torch.full_like(parameter, torch.nan) for parameter in parameters])
+                for parameter in parameters:  # memory is short: with all of them there would be a second set
+                    torch.autograd.backward(parameter, torch.full_like(parameter, torch.nan))
         # Every rank is here with nothing left to allocate, so none leaves the others alone in the reduction.
         if batch.micro_batches:
             with self._synced():

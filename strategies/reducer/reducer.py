@@ -414,7 +414,7 @@ class Reducer:
 
     def _complete(self, bucket: Bucket) -> None:
         self._num_completed += 1
-        self.reductions.wait(bucket)
+        self.reductions.wait(bucket, self.transport)
         for entry in bucket.entries:
             entry.used_this_backward = False
             entry.accumulated = True

@@ -81,7 +81,7 @@ class BucketReductions:
             bucket.pending_hook = None
             bucket.finished_at = time.perf_counter()
 
-    def wait(self, bucket: Bucket) -> None:
+    def wait(self, bucket: Bucket, transport: Transport) -> None:
         """Return once the bucket's result is in the gradients of its parameters."""
         if bucket.reduction is not None:
             bucket.reduction.wait()
@@ -90,7 +90,7 @@ class BucketReductions:
         if not self.settings.gradient_as_bucket_view:
             _copy_back(bucket)
         if bucket.unused:
-            self._restore_unused(bucket)
+            self._restore_unused(bucket, transport)
 
     def _start_sparse(self, bucket: Bucket, where: str) -> None:
         (entry,) = bucket.entries
@@ -110,10 +110,10 @@ class BucketReductions:
         entry.parameter.grad = gradient
         bucket.reduction = self.collective.start_tensor(gradient, where=where)
 
-    def _restore_unused(self, bucket: Bucket) -> None:
+    def _restore_unused(self, bucket: Bucket, transport: Transport) -> None:
         """Restore the gradient of each parameter that no rank used, and set the result for the others."""
         # A zero that no rank contributed must not become a gradient: weight decay and momentum would apply it.
-        used = self._used(bucket)
+        used = self._used(bucket, transport)
         for position in bucket.unused:
             entry = bucket.entries[position]
             gradient, view, saved_grad = entry.parameter.grad, entry.view, entry.saved_grad
@@ -134,7 +134,7 @@ class BucketReductions:
             else:
                 gradient.copy_(view)
 
-    def _used(self, bucket: Bucket) -> list[bool]:
+    def _used(self, bucket: Bucket, transport: Transport) -> list[bool]:
         """Return for each parameter of a reduced bucket True if any rank had a gradient."""
         if not self._uses_flags:
             return [True] * len(bucket.entries)
@@ -142,8 +142,9 @@ class BucketReductions:
             gradient = bucket.entries[0].parameter.grad
             # Private: the public methods require the sum to be coalesced, which costs a sort.
             return [gradient is not None and gradient._nnz() > 0]
-        # Waits for the device, but only on a rank that had parameters without a gradient.
-        return [bool(count) for count in bucket.used_flags.tolist()]
+        flags = transport.flags_on_host(bucket.index)
+        # On a device `tolist` waits for it, but only on a rank that had parameters without a gradient.
+        return [bool(count) for count in (bucket.used_flags if flags is None else flags).tolist()]
 
 
 def _set_flags(bucket: Bucket) -> None:

@@ -69,6 +69,10 @@ class Transport(ABC):
         With `timed` the work notes its end even if nobody is waiting for it then.
         """
 
+    def flags_on_host(self, bucket: int) -> Tensor | None:
+        """Return the summed numbers after the gradients of a bucket, if they are in host memory beside the device."""
+        return None
+
     def progress(self) -> None:
         """Advance the sums under way as far as possible without waiting."""
 

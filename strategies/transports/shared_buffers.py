@@ -136,6 +136,10 @@ class SharedBuffers(HostTransport, ShardTransport):
     def used_flags(self, buffer: int) -> Tensor:
         return self._gradients[buffer].used_flags() if self.between is None else self.between.used_flags(buffer)
 
+    def flags_on_host(self, bucket: int) -> Tensor:
+        # Those of this rank alone: another one may be in the next step, and have written its flags of that.
+        return self._gradients[bucket].flag_views[self.rank]
+
     @property
     def bytes_a_step(self) -> int:
         total = 0 if self.between is None else self.between.bytes_a_step

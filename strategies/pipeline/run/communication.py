@@ -195,6 +195,10 @@ class DeviceChannel(StageChannel):
     ):
         super().__init__(group, rank=rank, device=device)
         self._lanes = lanes
+        # NCCL connects two ranks at the first message of a lane, and the first of them waits for the other one. Here
+        # all ranks meet in the order of `lanes`; the orders of the first step may differ, and would hang.
+        for lane in lanes.values():
+            dist.all_reduce(torch.zeros(1, device=device), group=lane)
 
     def send(self, tensor: Tensor, *, to: int, tag: int, user: Action | None = None, lane: Lane | None = None) -> None:
         if lane is None or lane not in self._lanes or tensor.numel() == 0:

@@ -182,7 +182,7 @@ class EncoderDecoder(_Task):
         for layer in self.encoder:
             memory = layer(memory)
         x = self.target(batch["target"][:, :-1])
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device, dtype=x.dtype)
         for layer in self.decoder:
             x = layer(x, memory, tgt_mask=mask)
         logits = self.head(x)
