@@ -156,15 +156,18 @@ class MultiProcessStrategy(Strategy):
         num_devices, device = count(kind), pick(self._requested_device)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if _is_joining() else self.num_ranks()
         may_share = kind == "cpu" or self.backend == "gloo"  # NCCL refuses two ranks on one device
+        per_rank = self._devices_per_rank()
         if device.index is not None and local_ranks > 1 and not may_share:
             raise UserError(
                 f"device={device} is one device for {local_ranks} ranks; set strategy.device={kind}, or start one rank "
                 "on this machine."
             )
-        if local_ranks > num_devices and not may_share and not _is_joining():
+        if local_ranks * per_rank > num_devices and not may_share and (per_rank > 1 or not _is_joining()):
+            each = f" with {per_rank} devices each" * (per_rank > 1)
             raise UserError(
-                f"devices={self.devices}, but torch sees {num_devices} {kind.upper()} "
-                f"device{'s' * (num_devices != 1)}; set strategy.devices={num_devices}, or strategy.device=cpu."
+                f"devices={local_ranks}{each}, but torch sees {num_devices} {kind.upper()} "
+                f"device{'s' * (num_devices != 1)}; set strategy.devices={max(num_devices // per_rank, 1)}, or "
+                "strategy.device=cpu."
             )
         if self.backend != "auto" and not dist.is_backend_available(self.backend):
             raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
@@ -182,7 +185,10 @@ class MultiProcessStrategy(Strategy):
         device = pick(self._requested_device)
         if device.type == "cpu":
             return 2
-        return count(device.type) if device.index is None else 1
+        return max(count(device.type) // self._devices_per_rank(), 1) if device.index is None else 1
+
+    def _devices_per_rank(self) -> int:
+        return 1
 
     def rank_name(self, process: int) -> str:
         """Return the name of a process in messages."""
@@ -268,7 +274,8 @@ class MultiProcessStrategy(Strategy):
             return device
         # LOCAL_RANK is set by every launcher; a user's own process group may lack it.
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        return of_rank(device.type, int(os.environ.get("LOCAL_RANK", str(rank))))
+        local_rank = int(os.environ.get("LOCAL_RANK", str(rank)))
+        return of_rank(device.type, local_rank * self._devices_per_rank())
 
     @property
     def _all_ranks(self) -> dist.ProcessGroup:

@@ -167,6 +167,9 @@ class Strategy:
 
             make_real(task, device=self.device)
         self.precision.prepare(task)
+        self._place(task)
+
+    def _place(self, task: TaskModule) -> None:
         task.to(self.device)
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:

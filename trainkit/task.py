@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -61,6 +62,13 @@ class TaskModule(nn.Module):
     def predict_step(self, batch: Any) -> Any:
         """Return the predictions for `batch`: tensors whose first dimension is the batch, or containers of them."""
         return self(batch)
+
+    def place_on(self, devices: Sequence[torch.device]) -> None:
+        """Move the parts of the task to the devices of its rank, in its process; by default all to the first.
+
+        Called by `ddp` with `devices_per_rank` above 1. Steps get their batch on the first device.
+        """
+        self.to(devices[0])
 
     def configure_optimizers(self, *args: Any, **kwargs: Any) -> OptimizerSpec:
         """Return an optimizer, or an optimizer and a schedule.

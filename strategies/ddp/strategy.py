@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Unit
+import torch
+from annotated_types import Ge, Gt, Unit
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import has_streams, of_rank
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.optimizer import PhaseOptimizer
+from trainkit.optim.precision import Precision
 from trainkit.optim.separable import SeparableCheck
 from trainkit.strategy import PhaseTraining
 from trainkit.task import TaskModule
@@ -58,6 +62,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
             `comm_hook_options`, or its import path; `None`: the state is the process group.
         optimizer_in_backward: Update the parameters of a bucket as soon as it is reduced: on the CPU during backward,
             on CUDA after it.
+        devices_per_rank: Devices of a rank; above 1 the task's `place_on(devices)` moves its parts to them.
         record_timeline: Record when each bucket was ready, started and done: every rank writes the last 200 steps to
             timeline_rank_<k>.json, for ui.perfetto.dev; rank 0 draws one in the report and logs advice.
 
@@ -74,6 +79,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     comm_hook_options: Mapping[str, Any] | None = None
     comm_hook_state: str | Callable[..., Any] | None = None
     optimizer_in_backward: bool = False
+    devices_per_rank: Annotated[int, Ge(1), Unit("devices")] = 1
     record_timeline: bool = False
     gradients: GradientReducer = field(init=False)
 
@@ -115,6 +121,37 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._separable: SeparableCheck | None = None  # with `optimizer_in_backward`
 
     # ---- Before and after training
+
+    def validate(self, task: TaskModule, precision: Precision) -> str:
+        """Return the kind of device of the ranks; raises UserError too for a task that has no place for all of them."""
+        if self.devices_per_rank > 1 and type(task).place_on is TaskModule.place_on:
+            raise UserError(
+                f"devices_per_rank={self.devices_per_rank} needs a task that says what is on which device; define "
+                f"{type(task).__name__}.place_on(self, devices), or set strategy.devices_per_rank=1."
+            )
+        return super().validate(task, precision)
+
+    def _devices_per_rank(self) -> int:
+        return self.devices_per_rank
+
+    @property
+    def devices_of_rank(self) -> list[torch.device]:
+        device = self.device
+        if not has_streams(device) or self.devices_per_rank == 1:
+            return [device] * self.devices_per_rank
+        return [of_rank(device.type, (device.index or 0) + number) for number in range(self.devices_per_rank)]
+
+    def _place(self, task: TaskModule) -> None:
+        if self.devices_per_rank == 1:
+            super()._place(task)
+            return
+        task.place_on(self.devices_of_rank)
+        for name, tensor in chain(task.named_parameters(), task.named_buffers()):
+            if tensor.device not in self.devices_of_rank:
+                raise UserError(
+                    f"{type(task).__name__}.place_on has left {name} on {tensor.device}; move it to one of the "
+                    f"rank's devices: {', '.join(map(str, self.devices_of_rank))}."
+                )
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Make the Reducer of all trained parameters, or of those of a phase; collective."""
@@ -206,6 +243,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 "weights that training_step returned is known, by which these are divided. Set "
                 "strategy.comm_hook=none."
             )
+        if self.devices_per_rank > 1 and isinstance(factor, Tensor):  # one kernel takes tensors of one device
+            for parameter in self._trained:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.device, non_blocking=True))
+            return
         super()._scale_gradients(factor)
 
     def optimizer_step(self, phase_optimizer: PhaseOptimizer) -> Tensor | None:

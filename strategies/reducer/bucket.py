@@ -173,13 +173,16 @@ def make_buckets(
 
     With `flags` the gradients of a bucket are followed by one number for each of its parameters.
     """
-    sizes = []
+    sizes, devices = [], []
     for layout in plan.buckets:
         # A sparse bucket needs no memory here, but transports know buckets by their position in this list.
         numel = 0 if layout.sparse else layout.numel + flags * len(layout.parameters)
-        sizes.append((numel, entries[layout.parameters[0]].parameter.dtype))
+        first = entries[layout.parameters[0]].parameter
+        sizes.append((numel, first.dtype))
+        devices.append(first.device)
+    flats = transport.allocate_on(devices, sizes) if len(set(devices)) > 1 else transport.allocate(sizes)
     buckets = []
-    for index, (layout, flat) in enumerate(zip(plan.buckets, transport.allocate(sizes), strict=True)):
+    for index, (layout, flat) in enumerate(zip(plan.buckets, flats, strict=True)):
         members = [entries[i] for i in layout.parameters]
         bucket = Bucket(index, layout, members, None if layout.sparse else flat, pending=len(members))
         views = [None] if layout.sparse else _views(flat, layout, [entry.parameter for entry in members])

@@ -17,10 +17,11 @@ in which order gradients arrive and how often each hook fires; then all ranks ta
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -71,7 +72,12 @@ class Reducer:
         self.group, self.world_size = group, group.size()
         self.entries = [GradientEntry(i, name, parameter) for i, (name, parameter) in enumerate(named_parameters)]
         self.parameters = [entry.parameter for entry in self.entries]
-        self.device = _only_device(self.parameters)
+        devices = _devices_of(self.parameters)
+        self.device = devices[0]
+        # Each device has a thread of its own in backward, on which its hooks run, and which has other streams current for
+        # the other devices than the caller of backward: it may launch a bucket of theirs, and not write to it.
+        self._fills_in_backward = len(devices) == 1
+        self._lock: AbstractContextManager[Any] = threading.RLock() if len(devices) > 1 else nullcontext()
         # Before any bucket exists: ranks with other parameters would add up unrelated gradients, or hang.
         token = check_same_model({"parameter": named_parameters, **(untrained or {})}, group)
         self.failure_store = failure_store or FailureStore(group, token=token)
@@ -147,16 +153,17 @@ class Reducer:
 
     def start_on_hook(self, unused: Sequence[int] = ()) -> None:
         """Reduce the backward under way when it ends; called from one of its hooks."""
-        if self.is_open:
-            return
-        self.start()
-        self.mark_unused(unused)
-        finish = partial(self._finish_on_hook)
-        # Autograd drops the callback when the backward is over, without a call if an exception ended it.
-        # Not at exit: publishing a failure could wait for a store that is gone.
-        weakref.finalize(finish, self._abort_unfinished).atexit = False
-        # Private: no public hook of torch runs at the end of the whole backward.
-        Variable._execution_engine.queue_callback(finish)
+        with self._lock:
+            if self.is_open:
+                return
+            self.start()
+            self.mark_unused(unused)
+            finish = partial(self._finish_on_hook)
+            # Autograd drops the callback when the backward is over, without a call if an exception ended it.
+            # Not at exit: publishing a failure could wait for a store that is gone.
+            weakref.finalize(finish, self._abort_unfinished).atexit = False
+            # Private: no public hook of torch runs at the end of the whole backward.
+            Variable._execution_engine.queue_callback(finish)
 
     def start(self) -> None:
         """Prepare for a backward that is reduced."""
@@ -177,7 +184,7 @@ class Reducer:
     def mark_unused(self, unused: Sequence[int]) -> None:
         """Do not wait for the parameters with the indices `unused` in the backward under way."""
         self._unused.marked_unused.update(unused)
-        if self.buckets and self._has_begun:
+        if self.buckets and self._has_begun and self._fills_in_backward:
             self._unused.fill_unused()
 
     def finish(self) -> None:
@@ -315,11 +322,14 @@ class Reducer:
         if not has_streams(self.device):
             return on_gradient
 
+        lock, device = self._lock, entry.parameter.device
+
         def on_gradient_of_stream(parameter: Tensor) -> None:
             # Backward of a forward on a side stream runs there: the bucket's launch has to wait for that stream.
-            if entry.bucket is not None:
-                entry.bucket.streams.add(current_stream(self.device))
-            on_gradient(parameter)
+            with lock:
+                if entry.bucket is not None:
+                    entry.bucket.streams.add(current_stream(device))
+                on_gradient(parameter)
 
         return on_gradient_of_stream
 
@@ -341,7 +351,8 @@ class Reducer:
             self.arrived_at[entry.index] = time.perf_counter()
         if self.buckets:
             self._fast = not self.arrived_at
-            self._unused.fill_unused()
+            if self._fills_in_backward:
+                self._unused.fill_unused()
             return True
         # Other settings tolerate a second firing: the first step learns how many firings to expect.
         if (
@@ -449,12 +460,12 @@ class Reducer:
         raise RuntimeError(why)
 
 
-def _only_device(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device of all parameters; raise if there are no parameters, or several devices."""
-    devices = {parameter.device for parameter in parameters}
+def _devices_of(parameters: Sequence[nn.Parameter]) -> list[torch.device]:
+    """Return the devices of the parameters, in their order; raise if there are none, or devices of several kinds."""
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
     if not devices:
         raise RuntimeError("there is nothing to reduce: no parameter requires a gradient")
-    if len(devices) > 1:
+    if len({device.type for device in devices}) > 1:
         names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"all parameters must be on one device to be reduced together, but they are on {names}")
-    return devices.pop()
+        raise ValueError(f"all parameters must be on one kind of device to be reduced together, but are on {names}")
+    return devices

@@ -22,7 +22,7 @@ class BucketReductions:
 
     def __init__(self, settings: ReducerSettings, collective: ProcessGroupTransport) -> None:
         self.settings, self.collective = settings, collective
-        self.device, self.world_size = collective.device, collective.group.size()
+        self.world_size = collective.group.size()
         self._uses_flags = settings.find_unused_parameters != "error"
         self.hook: CommunicationHook | None = None
         self._hook_state: Any = None
@@ -40,7 +40,7 @@ class BucketReductions:
         bucket.launched_at = time.perf_counter()
         # Or the collective, which follows the current stream, might send a bucket that is not written yet.
         if bucket.streams:  # that have written gradients
-            current = current_stream(self.device)
+            current = current_stream(bucket.entries[0].parameter.device)
             for stream in bucket.streams - {current}:
                 current.wait_stream(stream)
             bucket.streams.clear()
@@ -99,8 +99,8 @@ class BucketReductions:
             # Without values, but with the sparse dimensions of the other ranks: gloo compares them.
             size, dims = entry.parameter.size(), entry.sparse_dim
             gradient = torch.sparse_coo_tensor(
-                torch.zeros((dims, 0), dtype=torch.int64, device=self.device),
-                torch.zeros((0, *size[dims:]), dtype=entry.parameter.dtype, device=self.device),
+                torch.zeros((dims, 0), dtype=torch.int64, device=entry.parameter.device),
+                torch.zeros((0, *size[dims:]), dtype=entry.parameter.dtype, device=entry.parameter.device),
                 size,
                 check_invariants=False,  # explicit, since torch warns of its default
             )
@@ -138,6 +138,8 @@ class BucketReductions:
         """Return for each parameter of a reduced bucket True if any rank had a gradient."""
         if not self._uses_flags:
             return [True] * len(bucket.entries)
+        if self.world_size == 1:
+            return [position not in bucket.unused for position in range(len(bucket.entries))]
         if bucket.contents is None:
             gradient = bucket.entries[0].parameter.grad
             # Private: the public methods require the sum to be coalesced, which costs a sort.

@@ -59,6 +59,11 @@ class Transport(ABC):
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Return a flat tensor for each (elements, dtype), not initialized; earlier ones stay readable. Collective."""
 
+    def allocate_on(self, devices: Sequence[torch.device], sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Allocate on the device of each tensor, several of this process; raises ValueError if that is impossible."""
+        names = ", ".join(sorted({str(device) for device in devices}))
+        raise ValueError(f"the parameters are on several devices ({names}), but transport={self.name} has one")
+
     def reserve(self, bucket: int) -> None:
         """Take the memory of a bucket that is about to be filled for the first time."""
 
@@ -99,8 +104,12 @@ class ProcessGroupTransport(Transport):
         self.flats: list[Tensor] = []
 
     def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        return self.allocate_on([self.device] * len(sizes), sizes)
+
+    def allocate_on(self, devices: Sequence[torch.device], sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         # Pages are taken as gradients move in, while moved ones free their own: there are never two full sets.
-        self.flats = [torch.empty(numel, dtype=dtype, device=self.device) for numel, dtype in sizes]
+        pairs = zip(devices, sizes, strict=True)
+        self.flats = [torch.empty(numel, dtype=dtype, device=device) for device, (numel, dtype) in pairs]
         return self.flats
 
     def start(self, bucket: int, *, where: str, timed: bool = False) -> Work:

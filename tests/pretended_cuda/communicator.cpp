@@ -67,9 +67,9 @@ class DeviceWork final : public Work {
   bool host_waits_;
 };
 
-struct Lane { // a queue of the communicator, with the number of what ran in it
+struct Lane { // a queue of the communicator
   QueueKey key;
-  uint64_t sequence = 0;
+  bool of_all_ranks = false;
 };
 
 class Communicator final : public c10d::Backend {
@@ -260,6 +260,7 @@ class Communicator final : public c10d::Backend {
         std::unique_lock<std::mutex> hold_queues(state().lock);
         found.key = {device, state().next_stream++};
       }
+      found.of_all_ranks = peer < 0;
       start_thread_of(found.key);
     }
     return found;
@@ -328,8 +329,7 @@ class Communicator final : public c10d::Backend {
     for (auto& tensor : tensors)
       TORCH_CHECK(tensor.is_cuda() && tensor.get_device() == device, what, ": tensors are on ", tensor.device(), " and cuda:", device);
     auto& on = lane(device, -1);
-    auto number = ++on.sequence;
-    issued_++;
+    auto number = ++issued_;
     Run meet = [this, what, number] {
       if (is_nccl()) agree("#" + std::to_string(number) + " " + what, number);
     };
@@ -355,6 +355,8 @@ class Communicator final : public c10d::Backend {
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{c10::Device(CUDA, device)});
     // The tensors are held until the collective has run, as NCCL's work holds them.
     bool host_waits = !is_nccl();
+    // In the order of the calls also if they are on several devices, which have one gloo.
+    if (on.of_all_ranks && last_ && last_->key != key) enqueue(key, nullptr, *last_);
     // So is this communicator.
     auto self = intrusive_ptr<Communicator>::unsafe_reclaim_from_nonowning(this);
     enqueue(key, [run, ended, tensors, self] {
@@ -368,6 +370,7 @@ class Communicator final : public c10d::Backend {
       }
     }, end_of(current_queue(device)));
     ended->point = end_of(key);
+    if (on.of_all_ranks) last_ = ended->point;
     auto complete = [future, outputs, key, ended] {
       c10::StreamGuard on_lane(c10::Stream(c10::Stream::UNSAFE, c10::Device(CUDA, key.first), key.second));
       std::exception_ptr error;
@@ -483,6 +486,7 @@ class Communicator final : public c10d::Backend {
   Pending* pending_ = nullptr;
   bool is_coalescing_ = false;
   uint64_t issued_ = 0;
+  std::optional<Point> last_; // end of what all ranks have called last
 };
 
 // torch's DDP asks for the times of a step.

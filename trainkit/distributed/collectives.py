@@ -346,9 +346,15 @@ def check_same_model(tensors: Mapping[str, Iterable[tuple[str, Tensor]]], group:
     """Return a new random token, equal on every rank, if all ranks have the same tensors. Collective.
 
     `tensors` holds (name, tensor) in order by kind: "parameter", "buffer". Raises RuntimeError on every rank that names
-    the first difference in number, names, shapes, dtypes, or in which are trained.
+    the first difference in number, names, shapes, dtypes, which are trained, or which are on the same device.
     """
-    rows = {kind: [_describe(name, tensor) for name, tensor in named] for kind, named in tensors.items()}
+    devices: dict[torch.device, int] = {}  # numbered, as each rank has its own
+
+    def describe(name: str, tensor: Tensor) -> str:
+        number = devices.setdefault(tensor.device, len(devices))
+        return f"{_describe(name, tensor)}{f' on device {number}' if number else ''}"
+
+    rows = {kind: [describe(name, tensor) for name, tensor in named] for kind, named in tensors.items()}
     digest = hashlib.sha256(repr(rows).encode()).hexdigest()
     # Digests first: the names of a large model are sent only if they differ.
     gathered = gather((secrets.token_hex(8), digest), group)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from trainkit.strategies.reducer.grad_norm import total_norm
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
 from trainkit.strategies.single import SingleStrategy
 
+from tests.marks import on_gpu
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
@@ -143,3 +146,87 @@ def test_norms_of_all_types_are_those_of_the_cpu(dtype):
     gradient = torch.randn(1000, dtype=dtype)
     found = total_norm([gradient.cuda()], torch.device("cuda"))
     assert found.item() == pytest.approx(gradient.double().norm().item(), rel=1e-3)
+
+
+class Towers(nn.Module):
+    """Two towers on two devices, whose gradients arrive on two threads at once; `spare` takes no part in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("left", "right", "spare"):
+            setattr(self, name, nn.Sequential(*(nn.Linear(6, 6) for _ in range(8))))
+        self.double()
+
+    def place(self, devices: list[torch.device]) -> Towers:
+        self.left.to(devices[0]), self.right.to(devices[1]), self.spare.to(devices[1])
+        return self
+
+    def forward(self, x: Tensor, spare: bool) -> Tensor:
+        first, second = self.left[0].weight.device, self.right[0].weight.device
+        towers = self.left(x.to(first)).tanh() + self.right(x.to(second)).tanh().to(first)
+        return towers + self.spare(x.to(second)).to(first) if spare else towers
+
+
+SPARE = [True, False, True, True]
+ROWS = torch.randn(len(SPARE), 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def towers_of_two_devices(backend: str, arguments: dict[str, object], spares: list[bool]) -> list[Tensor]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    first = 2 * rank if backend == "nccl" else 0  # NCCL refuses two ranks on one device
+    model = Towers().place([torch.device("cuda", first), torch.device("cuda", first + 1)])
+    wrapped = DistributedDataParallel(model, process_group=dist.new_group(backend=backend), **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with ExitStack() as streams:  # of which forward and backward run
+        for device in (first, first + 1):
+            torch.cuda.synchronize(device)  # the values of the module
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        for x, spare in zip(ROWS, spares, strict=True):
+            optimizer.zero_grad()
+            wrapped(x[rank::world_size], spare).square().mean().backward()
+            optimizer.step()
+    torch.cuda.synchronize(first), torch.cuda.synchronize(first + 1)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spares"),
+    [
+        ({}, [True] * 4),
+        ({"bucket_cap_mb": 0.0003, "gradient_as_bucket_view": True}, [True] * 4),
+        ({"bucket_cap_mb": 0.0003, "find_unused_parameters": True}, SPARE),
+    ],
+    ids=["copied", "views", "unused"],
+)
+@pytest.mark.parametrize(("backend", "num_ranks"), [("nccl", 1), ("nccl", 2), ("gloo", 2)])
+def test_a_module_on_two_devices_of_each_rank_has_the_weights_of_a_plain_loop(backend, num_ranks, arguments, spares):
+    needed = 4 if (backend, num_ranks) == ("nccl", 2) else 2
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} CUDA devices")
+    plain = Towers()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for x, spare in zip(ROWS, spares, strict=True):
+        optimizer.zero_grad()
+        plain(x, spare).square().mean().backward()
+        optimizer.step()
+    for weights in run_ranks(towers_of_two_devices, num_ranks, backend, arguments, spares, timeout=120):
+        for weight, expected in zip(weights, plain.parameters(), strict=True):
+            assert (weight - expected).abs().max() < 1e-9
+
+
+def towers_on_other_devices() -> str:
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    model = Towers().place(devices if dist.get_rank() else [devices[0], devices[0]])
+    with pytest.raises(RuntimeError, match="do not have the same model") as error:
+        DistributedDataParallel(model, process_group=dist.new_group(backend="gloo"))
+    return str(error.value)
+
+
+@partial(on_gpu, devices=2)
+def test_ranks_that_place_a_module_otherwise_are_refused():
+    for message in run_ranks(towers_on_other_devices, 2):
+        assert (
+            "right.0.weight (6, 6) torch.float64 on rank 0, but right.0.weight (6, 6) torch.float64 on device 1"
+            in message
+        )
