@@ -11,7 +11,14 @@ EVERY_CASE = os.environ.get("TRAINKIT_ZOO") == "all"
 in_make_zoo = pytest.mark.skipif(not EVERY_CASE, reason="`make zoo` runs it")
 
 
+def gpus(number: int = 1) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests that need CUDA devices, also those of `make test-gpu-pretended`."""
+    reason = f"needs {number} CUDA device{'s' * (number != 1)}"
+    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < number, reason=reason)]
+
+
 def on_gpu(test: Any, *, devices: int = 1) -> Any:
-    """Mark a test that needs CUDA devices, also those of `make test-gpu-pretended`."""
-    reason = f"needs {devices} CUDA device{'s' * (devices != 1)}"
-    return pytest.mark.gpu(pytest.mark.skipif(torch.cuda.device_count() < devices, reason=reason)(test))
+    """Mark a test that needs CUDA devices."""
+    for mark in gpus(devices):
+        test = mark(test)
+    return test

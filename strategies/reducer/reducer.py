@@ -74,8 +74,8 @@ class Reducer:
         self.parameters = [entry.parameter for entry in self.entries]
         devices = _devices_of(self.parameters)
         self.device = devices[0]
-        # Each device has a thread of its own in backward, on which its hooks run, and which has other streams current for
-        # the other devices than the caller of backward: it may launch a bucket of theirs, and not write to it.
+        # In backward each device has a thread, which runs its hooks. Current there for other devices are not the
+        # streams of the caller of backward: the thread may launch a bucket of those devices, and not write to it.
         self._fills_in_backward = len(devices) == 1
         self._lock: AbstractContextManager[Any] = threading.RLock() if len(devices) > 1 else nullcontext()
         # Before any bucket exists: ranks with other parameters would add up unrelated gradients, or hang.

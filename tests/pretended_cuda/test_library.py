@@ -37,6 +37,18 @@ def test_every_prefetched_batch_is_read_whole(pin_memory):
     assert torch.stack(totals).tolist() == [256.0 * (step + 1) for step in range(6)]
 
 
+def test_batches_are_copied_from_pinned_memory_on_a_stream_of_their_own():
+    seen = []
+
+    def move(batch):
+        seen.append((batch.is_pinned(), torch.cuda.current_stream() != torch.cuda.default_stream()))
+        return to_device(batch, CUDA)
+
+    batches = (StepBatch([MicroBatch(torch.ones(8), 4)], 4, 4, False) for _ in range(3))
+    assert len(list(prefetched(batches, move, device=CUDA, pin_memory=True))) == 3
+    assert seen == [(True, True)] * 3
+
+
 def test_the_host_does_not_wait_for_prefetched_batches():
     batches = _prefetched(lambda step: torch.full((256,), 1.0))
     before = pretended_torch.syncs()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 import pytest
-import torch
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
@@ -14,16 +13,14 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
+from tests.marks import gpus
 from tests.seams import training
 from trainkit import Data, Trainer
 
 if "pretended_torch" not in sys.modules:
     pytest.skip("`make test-gpu-pretended` runs it", allow_module_level=True)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = gpus(2)
 
 ON_CUDA = {
     "single": lambda: SingleStrategy(device="cuda", accumulate=2),

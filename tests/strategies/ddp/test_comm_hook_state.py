@@ -16,6 +16,7 @@ from trainkit.strategies.ddp.comm_hooks import average_hook
 from trainkit.strategies.reducer.bucket import GradBucket
 from trainkit.strategies.transports.process_group import HookSteps
 
+from tests.marks import gpus
 from tests.tasks import Fitting, adamw, fit, flat, seeded
 from trainkit import Callback, Data
 from trainkit.checkpoint.store import load_from
@@ -105,7 +106,7 @@ def resumed_and_whole(folder: str, device: str) -> dict[str, tuple[Tensor, Tenso
     return found
 
 
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_CUDA = gpus()
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=ON_CUDA)])

@@ -17,14 +17,11 @@ from trainkit.strategies.reducer.grad_norm import total_norm
 from trainkit.strategies.reducer.reducer import Reducer, ReducerSettings
 from trainkit.strategies.single import SingleStrategy
 
-from tests.marks import on_gpu
+from tests.marks import gpus, on_gpu
 from trainkit import Data, TaskModule, Trainer
 from trainkit.testing import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = gpus()
 
 
 def distance_to_stock(backend: str, side_stream: bool) -> float:

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp import DDPStrategy
 
-from tests.marks import on_gpu
+from tests.marks import gpus, on_gpu
 from tests.tasks import StopAt
 from trainkit import Data, TaskModule, Trainer
 from trainkit.errors import UserError
@@ -50,11 +50,6 @@ class Halves(TaskModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.05)
-
-
-def gpus(number):
-    reason = f"needs {number} CUDA devices"
-    return [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < number, reason=reason)]
 
 
 class WithoutPlaces(Halves):

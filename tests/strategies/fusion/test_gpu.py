@@ -11,14 +11,12 @@ from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.host_copy import StreamHostCopier
 
 from tests.equality import largest_difference
+from tests.marks import gpus
 from tests.strategies.fusion.training import trained
 from tests.tasks import Recorder
 from trainkit.testing import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = gpus()
 
 
 class SyncDetector(Recorder):

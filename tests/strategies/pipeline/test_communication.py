@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 from trainkit.strategies.transports.host_copy import HostCopier
 
+from tests.marks import on_gpu
 from tests.strategies.pipeline.models import EncoderDecoder, Gpt, Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
 from trainkit.testing import run_ranks
@@ -175,11 +177,7 @@ def test_stages_that_send_in_lanes_train_to_the_weights_of_one_process(num_ranks
         assert largest_difference(weights, single.weights()) < 1e-10
 
 
-needs_two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-
-
-@needs_two_devices
-@pytest.mark.gpu
+@partial(on_gpu, devices=2)
 def test_nccl_brings_what_gloo_brings_between_two_devices():
     assert run_ranks(_sent_both_ways, 2, "cuda", "nccl", timeout=400) == [
         [None, [20.0] * 3],
@@ -203,8 +201,7 @@ def _weights_and_channel(backend, settings, rendezvous):
     return weights, uses_lanes
 
 
-@needs_two_devices
-@pytest.mark.gpu
+@partial(on_gpu, devices=2)
 @pytest.mark.parametrize(
     ("backend", "settings"),
     [

@@ -12,16 +12,14 @@ from trainkit.strategies.pipeline.run.communication import StageChannel
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.marks import gpus
 from tests.strategies.pipeline.models import EncoderDecoder, Gpt, Mlp
 from tests.strategies.pipeline.training import Training, largest_difference, make, step_batches
 from tests.tasks import Regression, regression_data
 from trainkit import Callback, Data, Trainer
 from trainkit.testing import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = gpus()
 DEVICE = {"device": "cuda", "backend": "gloo"}
 SIZES = [4] * 4
 

@@ -9,6 +9,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.pipeline.trace.graph import NOMINAL, NodeCost, Rates, estimated_seconds
 from trainkit.strategies.pipeline.trace.tracer import trace
 
+from tests.marks import on_gpu
 from tests.strategies.pipeline.models import Gpt
 from trainkit import Data
 from trainkit.optim.precision import Precision
@@ -16,7 +17,6 @@ from trainkit.task import TaskModule
 from trainkit.testing import run_ranks
 
 CPU = torch.device("cpu")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_an_estimate_adds_operations_bytes_and_calls_at_the_rates_of_a_device():
@@ -162,8 +162,7 @@ def _planned(task, batch, device):
     )
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_gpu
 def test_a_step_is_measured_on_the_cuda_device_that_trains_and_the_task_is_as_before():
     task = Gpt()
     before = {name: (id(tensor), tensor.detach().clone()) for name, tensor in task.state_dict(keep_vars=True).items()}
@@ -176,8 +175,7 @@ def test_a_step_is_measured_on_the_cuda_device_that_trains_and_the_task_is_as_be
         assert id(tensor) == before[name][0] and tensor.is_cpu and torch.equal(tensor, before[name][1])
 
 
-@needs_cuda
-@pytest.mark.gpu
+@on_gpu
 def test_a_step_that_cannot_be_run_on_the_cuda_device_alone_is_estimated():
     planned = _planned(_Host(), torch.ones(2, 4), torch.device("cuda", 0))
 
