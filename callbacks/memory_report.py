@@ -23,6 +23,7 @@ from trainkit.report.html import size
 from trainkit.run import Run
 from trainkit.settings import check_arguments
 from trainkit.strategy import local_state
+from trainkit.tree import num_bytes
 
 
 class MemoryReport(Callback):
@@ -80,10 +81,10 @@ def memory_table(run: Run) -> Table:
     tensors = local_state(run.strategy, run.task).values()
     parameters = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
     rows = {
-        "parameters": _num_bytes(parameters),
-        "buffers": _num_bytes(tensors) - _num_bytes(parameters),
-        "gradients, in a step": _num_bytes(parameter for parameter in parameters if parameter.requires_grad),
-        "optimizer": _num_bytes(_optimizer_tensors(run)),
+        "parameters": num_bytes(parameters),
+        "buffers": num_bytes(tensors) - num_bytes(parameters),
+        "gradients, in a step": num_bytes(parameter for parameter in parameters if parameter.requires_grad),
+        "optimizer": num_bytes(_optimizer_tensors(run)),
     }
     if has_streams(run.strategy.device):
         peak = run.peak_memory.of_run()
@@ -97,7 +98,7 @@ def out_of_memory_report(run: Run, error: BaseException) -> str:
     lines = [f"out of memory at step {run.state.step + 1} on process {run.strategy.comm.process}: {error}", ""]
     lines += [plain(memory_table(run)), ""]
     modules = Table("Parameters by module", ["module", "size"])
-    modules.rows += [[name, size(_num_bytes(module.parameters()))] for name, module in run.task.named_children()]
+    modules.rows += [[name, size(num_bytes(module.parameters()))] for name, module in run.task.named_children()]
     lines += [plain(modules), "", "What to change, cheapest first:"]
     lines += [f"  {advice}" for advice in _advice(run)]
     lines += ["", memory_summary(run.strategy.device)]
@@ -124,7 +125,3 @@ def _advice(run: Run) -> Iterable[str]:
 def _optimizer_tensors(run: Run) -> list[Tensor]:
     states = [state for phase_optimizer in run.phase_optimizers for state in phase_optimizer.optimizer.state.values()]
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

@@ -17,7 +17,7 @@ from trainkit.report.html import short, size
 from trainkit.run import Run
 from trainkit.settings import check_arguments
 from trainkit.strategy import check_whole_parameters, local_state, named_state
-from trainkit.tree import to_device
+from trainkit.tree import num_bytes, to_device
 
 
 class ModelSummary(Callback):
@@ -120,4 +120,4 @@ def _sizes(parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor]) -> Seq
     made = [[tensor for tensor in tensors if not is_lazy(tensor)] for tensors in (parameters, buffers)]
     trainable = [parameter for parameter in made[0] if parameter.requires_grad]
     counts = [f"{sum(tensor.numel() for tensor in tensors):,}" for tensors in (made[0], trainable, made[1])]
-    return [*counts, size(sum(tensor.nbytes for tensor in [*made[0], *made[1]]))]
+    return [*counts, size(num_bytes([*made[0], *made[1]]))]

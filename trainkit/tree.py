@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,22 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors in a batch."""
     return (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+
+
+def dense_parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the strided tensors, sharing its memory, that hold the contents of a tensor of any layout."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # private: the public ones refuse what is not coalesced
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    return (*indices, tensor.values())
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors of any layout."""
+    return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
 
 
 def num_rows(batch: Any) -> int:

@@ -15,6 +15,7 @@ from trainkit.callbacks.model_summary import ModelSummary, summary
 from tests.tasks import MemoryLogger, Regression, regression_data
 from trainkit import Data, Phase, TaskModule
 from trainkit.model.flops import cost_of_step
+from trainkit.report.html import size
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]
@@ -42,6 +43,12 @@ def test_every_direct_sub_module_has_a_row_and_shared_weights_count_once_in_the_
         ["(its own)", "", "1", "1", "0", "4 B"],
         ["total", "", "69", "49", "9", "316 B"],
     ]
+
+
+def test_a_sparse_buffer_counts_with_its_indices_and_values() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    assert summary(model, max_rows=20).rows[-1][-1] == size(12 + 2 * 3 * 8 + 3 * 4)
 
 
 def test_a_long_list_is_truncated_and_the_total_is_of_all() -> None:

@@ -328,6 +328,30 @@ def test_an_iterable_dataset_without_batches_is_refused():
             list(loader.step_batches(0, 0) if stage == "train" else loader.batches())
 
 
+class Sized(IterableDataset):
+    def __init__(self, num_samples, length):
+        self.num_samples, self.length = num_samples, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.num_samples))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "length", "said"),
+    [(9, 2, "has more than 2 samples"), (9, 8, "has more than 8"), (9, 9, ""), (9, 10, ""), (9, 11, "has only 9")],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_with_a_wrong_length_is_named_once(num_workers, num_samples, length, said, caplog):
+    loader = loader_of(Data(train=Sized(num_samples, length), batch_size=2, num_workers=num_workers))
+    for epoch in range(2):
+        assert len(list(loader.step_batches(epoch, 0))) == 5
+    told = [record.getMessage() for record in caplog.records if "__len__" in record.getMessage()]
+    assert len(told) == bool(said) and all(said in message for message in told)
+
+
 class Positioned(IterableDataset):
     """Keeps its own position and counts what is read of it."""
 

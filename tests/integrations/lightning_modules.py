@@ -70,6 +70,21 @@ class Classifier(pl.LightningModule):
         return DataLoader(samples(10), batch_size=4)
 
 
+class Deep(Classifier):
+    """Layers enough for two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+class Counting(Deep):
+    """A loss that depends on the number of the batch."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1 + batch_idx % 3)
+
+
 def classifier():
     torch.manual_seed(0)
     return Classifier()

@@ -9,6 +9,7 @@ from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.dp.strategy import DataParallelStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.seams.training import MAKE_STRATEGY
 from tests.tasks import fit as train
 from tests.tasks import seeded
 from trainkit.data.data import Data
@@ -105,20 +106,24 @@ def test_a_module_can_read_the_number_of_steps_of_the_run(modules, tmp_path):
     assert fit(task, data_of(task.module), tmp_path=tmp_path).steps == task.module.asked == 8
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(DataParallelStrategy(devices=["cpu", "cpu"]), id="dp"),
-        pytest.param(DDPStrategy(devices=2), id="ddp"),  # each rank imports Lightning
-    ],
-)
-def test_a_module_trains_to_the_same_weights_on_several_devices(modules, strategy, tmp_path):
-    alone, together = LightningTask(modules.classifier()), LightningTask(modules.classifier())
+def test_a_pipeline_counts_batches_as_one_device_with_as_many_micro_batches(modules, tmp_path):
+    weights = []
+    for name in ("single", "pipeline"):
+        task = LightningTask(seeded(modules.Counting))
+        fit(task, data_of(task.module), tmp_path=tmp_path / name, strategy=MAKE_STRATEGY[name]())
+        weights.append([parameter.detach() for parameter in task.parameters()])
+    torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE_STRATEGY if name != "single"])
+def test_a_module_trains_to_the_same_weights_on_several_devices(modules, name, tmp_path):
+    alone, together = LightningTask(seeded(modules.Deep)), LightningTask(seeded(modules.Deep))
     expected = fit(alone, data_of(alone.module), tmp_path=tmp_path / "alone")
-    result = fit(together, data_of(together.module), tmp_path=tmp_path / "together", strategy=strategy)
-    torch.testing.assert_close(together.module.net.weight, alone.module.net.weight)
-    for name in ("train/epoch_acc", "validation/acc", "validation/epoch_acc"):
-        assert result.metrics[name] == pytest.approx(expected.metrics[name], abs=1e-6)
+    result = fit(together, data_of(together.module), tmp_path=tmp_path / "together", strategy=MAKE_STRATEGY[name]())
+    for weight, of_one in zip(together.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(weight, of_one)
+    for metric in ("train/epoch_acc", "validation/acc", "validation/epoch_acc"):
+        assert result.metrics[metric] == pytest.approx(expected.metrics[metric], abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def _mutants() -> list[Mutant]:
         Mutant(
             "streams of gradients",
             "strategies/reducer/reducer.py",
-            "entry.bucket.streams.add(current_stream(self.device))",
+            "entry.bucket.streams.add(current_stream(device))",
             "pass",
             ddp,
         ),

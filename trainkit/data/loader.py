@@ -409,6 +409,7 @@ class IterableBatchLoader(BatchLoader):
         self._continues_over_epochs = self._keeps_position and stage_data.num_workers == 0
         bounds = (stage_data.num_items, None if self.limit is None else self.limit * self._step_items)
         self.epoch_length = min((bound for bound in bounds if bound is not None), default=None)
+        self._told_of_length = False
 
     def step_batches(self, epoch: int, position: int) -> Iterator[StepBatch]:
         epoch = 0 if self._repeat_first else epoch
@@ -434,6 +435,8 @@ class IterableBatchLoader(BatchLoader):
             # The next step batch is read before this one is yielded, to know whether this one ends the epoch.
             following = Taken([], 0) if steps_left == 0 else self._take(samples, epoch, position)
             self._remember(position, state)
+            if steps_left != 0:
+                self._check_length(position, is_end=not following.num_items)
             if not following.num_items:
                 self._next_items.pop(0, None)  # that of the next epoch is not known
             if not following.num_items and self._continues_over_epochs:
@@ -576,6 +579,22 @@ class IterableBatchLoader(BatchLoader):
         # A dataset that was saved at its end may yield nothing at first.
         if is_empty:
             yield from self._dataset
+
+    def _check_length(self, position: int, *, is_end: bool) -> None:
+        """Warn, once, if an epoch of training has another number of samples than the dataset's length says."""
+        length = self.stage_data.num_items
+        if length is None or self._told_of_length or self.stage_data.stage != "train":
+            return
+        is_shorter = is_end and position + self._step_items <= length  # `drop_last` drops less than a batch
+        if is_shorter or (not is_end and position >= length):
+            self._told_of_length = True
+            logger.warning(
+                "the iterable training dataset has %s %d samples in an epoch, and a length (__len__) of %d, by which "
+                "epochs and steps of the run are counted. Return the number of samples from __len__, or remove it.",
+                "only" if is_end else "more than",
+                position,
+                length,
+            )
 
     def _set_epoch(self, epoch: int) -> None:
         with self._seeded(epoch, _SET_EPOCH):

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trainkit.distributed.collectives import dense_parts
+from trainkit.tree import dense_parts
 
 _MODULUS = 1_048_573  # a prime below 2**20: the sum of squares over 8,192 ranks is exact in float64
 _COLUMNS = 1021  # words that have weights of their own: a prime, so that no row of a matrix has its length

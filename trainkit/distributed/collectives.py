@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost, this_host
 from trainkit.errors import UserError
-from trainkit.tree import concatenate
+from trainkit.tree import concatenate, dense_parts
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "min", "max"]
@@ -425,17 +425,6 @@ def interleave(parts: Sequence[Any]) -> Any:
     for rank, part in enumerate(parts):
         items[rank::count] = part
     return items
-
-
-def dense_parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the strided tensors, sharing its memory, that hold the contents of a tensor of any layout."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()  # private: the public ones refuse what is not coalesced
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-    indices = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
-    return (*indices, tensor.values())
 
 
 def _describe(name: str, tensor: Tensor) -> str:

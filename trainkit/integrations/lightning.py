@@ -40,6 +40,7 @@ from trainkit.task import OptimizerSpec, StepReturn, TaskModule
 
 if TYPE_CHECKING:
     from trainkit.loops.fit_config import FitConfig
+    from trainkit.optim.precision import Precision
     from trainkit.phases import PhaseControl
     from trainkit.strategy import Strategy
 
@@ -136,7 +137,12 @@ class LightningTask(TaskModule):
         module.setup("fit")
         module.configure_model()
         self.module = module
-        self.hooks = LightningHooks(module, self.trainer_proxy)
+        # Of the task itself, where a pipeline follows what a step changes; the callback refers to the whole run.
+        self.train_batch_idx = self.batch_idx = -1
+        self.last_batch: tuple[Any, Any] | None = None
+        """What the last training step returned, and its batch, if a hook asks for them."""
+        self.precision: Precision | None = None
+        """That of the run whose training has started, if the module drives its optimizers."""
         # On the object alone: a class that declares it would give every module phases.
         if self.manual:
             self.configure_phases = self._phases  # type: ignore[method-assign] # a module declares phases only then
@@ -180,8 +186,7 @@ class LightningTask(TaskModule):
 
     def manual_step(self, control: PhaseControl) -> None:
         """Let the module make its own backward and steps with the one micro-batch of a step."""
-        run = self.hooks.run
-        if run is None:
+        if self.precision is None:
             raise UserError(
                 f"{type(self.module).__name__} has automatic_optimization=False, and drives its optimizers in training "
                 "only; remove callbacks that make steps before it, such as learning_rate_finder."
@@ -189,7 +194,7 @@ class LightningTask(TaskModule):
         # `check_manual` has refused any other number of micro-batches.
         (micro_batch,) = control.batch.micro_batches
         self.trainer_proxy.strategy.start_step()
-        with run.precision.forward():
+        with self.precision.forward():
             returned = self.training_step(micro_batch.batch)
         control.outputs.append(read_evaluation_output(returned, micro_batch.num_samples, self, "training_step"))
 
@@ -206,7 +211,7 @@ class LightningTask(TaskModule):
         return phases
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        return [self.hooks]
+        return [LightningHooks(self, self.trainer_proxy)]
 
     def check_settings(self, strategy: Strategy, config: FitConfig) -> None:
         """Raise UserError for a strategy or setting under which the module would be trained otherwise."""
@@ -259,11 +264,11 @@ class LightningTask(TaskModule):
         training = stage == "train"
         # Training has a count of its own, which a validation within an epoch must not reset.
         if training:
-            proxy.train_batch += 1
+            self.train_batch_idx += 1
         else:
-            proxy.batch += 1
+            self.batch_idx += 1
         loader = 0 if training else proxy.loader
-        index = (proxy.train_batch if training else proxy.batch, loader)
+        index = (self.train_batch_idx if training else self.batch_idx, loader)
         batch = module.on_after_batch_transfer(batch, loader)
         start, end = f"on_{stage}_batch_start", f"on_{stage}_batch_end"
         if overrides(module, start) and _outside_autocast(module, getattr(module, start), batch, *index) == -1:
@@ -277,7 +282,7 @@ class LightningTask(TaskModule):
             returned = _call(getattr(module, step), batch, *index)
         if overrides(module, end):
             if training:  # called when the optimizer has stepped
-                self.hooks.last_batch = (_outputs(returned), batch)
+                self.last_batch = (_outputs(returned), batch)
             else:
                 _outside_autocast(module, getattr(module, end), returned, batch, *index)
         return returned

@@ -28,6 +28,7 @@ from trainkit.strategy import metric_modules
 from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
+    from trainkit.integrations.lightning import LightningTask
     from trainkit.run import Run
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
@@ -54,8 +55,6 @@ _OFFERED = (
     "sanity_checking",
     "world_size",
     "global_rank",
-    "train_batch",
-    "batch",
     "loader",
     "manual",
     "set_up",
@@ -78,7 +77,6 @@ class TrainerProxy:
         self.global_rank = 0
         self.total_steps: int | None = None
         self.sanity_checking = False
-        self.train_batch = self.batch = -1
         self.loader = 0
         self.manual = False
         self.set_up = {"fit"}  # the stages that the module is set up for
@@ -136,19 +134,15 @@ class UnsupportedLightningFeature(UserError, AttributeError):
 class LightningHooks(Callback):
     """Calls a module's own hooks at the moments of a run."""
 
-    def __init__(self, module: Any, proxy: TrainerProxy) -> None:
-        self._module = module
+    def __init__(self, task: LightningTask, proxy: TrainerProxy) -> None:
+        self._task, self._module = task, task.module
         self._proxy = proxy
-        self.run: Run | None = None
-        """The run whose training has started."""
-        self.last_batch: tuple[Any, Any] | None = None
-        """What the last training step returned, and its batch, if a hook asks for them."""
         self._fit_has_started = False
         self._metrics = HookMetrics()
 
     def on_fit_start(self, run: Run) -> None:
-        self.run = run
         if self._proxy.manual:
+            self._task.precision = run.precision
             self._check_gradients_unread(run)
         else:
             self._follow_gradients(run)
@@ -169,23 +163,23 @@ class LightningHooks(Callback):
         self._module.on_train_end()
         self._module.on_fit_end()
         self._module.teardown("fit")
-        self.run, self._fit_has_started = None, False
+        self._task.precision, self._fit_has_started = None, False
 
     def on_epoch_start(self, run: Run) -> None:
         self._proxy.follow(run)
         self._proxy.current_epoch = run.state.epoch
         # A run that is resumed within an epoch goes on with the count from its checkpoint.
         if run.state.position == 0:
-            self._proxy.train_batch = -1
+            self._task.train_batch_idx = -1
         self._module.on_train_epoch_start()
 
     def on_step_end(self, run: Run) -> None:
         self._proxy.follow(run)
-        if self.last_batch is not None:
-            outputs, batch = self.last_batch
+        if self._task.last_batch is not None:
+            outputs, batch = self._task.last_batch
             # Or the batch would keep its memory during the next step.
-            self.last_batch = None
-            self._module.on_train_batch_end(outputs, batch, self._proxy.train_batch)
+            self._task.last_batch = None
+            self._module.on_train_batch_end(outputs, batch, self._task.train_batch_idx)
 
     def on_epoch_end(self, run: Run) -> None:
         if not overrides(self._module, "on_train_epoch_end"):
@@ -207,7 +201,7 @@ class LightningHooks(Callback):
         if stage == "sanity":
             self._start_fit(run)
         self._proxy.sanity_checking = stage == "sanity"
-        self._proxy.batch, self._proxy.loader = -1, 0
+        self._task.batch_idx, self._proxy.loader = -1, 0
         self._metrics.begin_evaluation(run.task)
         with evaluation_mode(run.task), torch.no_grad():  # as in Lightning
             # Within a fit the module is set up already: with optimizers the evaluation is a part of one.
@@ -217,7 +211,7 @@ class LightningHooks(Callback):
             getattr(self._module, f"on_{_EVALUATIONS[stage]}_epoch_start")()
 
     def on_dataset_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
-        self._proxy.batch, self._proxy.loader = -1, self._proxy.loader + 1
+        self._task.batch_idx, self._proxy.loader = -1, self._proxy.loader + 1
         hook = f"on_{_EVALUATIONS[stage]}_epoch_end"
         # Collective, and the same on all ranks, which have the same class.
         if overrides(self._module, hook):
@@ -237,13 +231,13 @@ class LightningHooks(Callback):
         self._proxy.sanity_checking = False
 
     def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {"train_batch": self._proxy.train_batch}
+        saved: dict[str, Any] = {"train_batch": self._task.train_batch_idx}
         if self._proxy.manual:
             saved |= self._proxy.strategy.state_dict()
         return saved
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._proxy.train_batch = saved["train_batch"]
+        self._task.train_batch_idx = saved["train_batch"]
         if self._proxy.manual:
             self._proxy.strategy.load_state_dict(saved)
 

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainkit.data.batch import StepBatch
-from trainkit.distributed.collectives import dense_parts
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput
 from trainkit.model.attribute_watch import outline
@@ -24,6 +23,7 @@ from trainkit.model.carried_state import (
 )
 from trainkit.phases import PhaseStep
 from trainkit.run import Run
+from trainkit.tree import dense_parts
 
 logger = logging.getLogger(__name__)
 

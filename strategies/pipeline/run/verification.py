@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.devices import has_streams, memory
-from trainkit.distributed.collectives import Collectives, dense_parts
+from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
 from trainkit.metrics.sync import detach_metrics, metrics_in
 from trainkit.model.attribute_snapshot import AttributeSnapshot, preserve_task
-from trainkit.tree import tree_leaves
+from trainkit.tree import dense_parts, tree_leaves
 
 from ..plan.stage import Placement
 from ..trace.attributes import place_of
