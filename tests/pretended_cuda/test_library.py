@@ -72,6 +72,7 @@ def test_copies_to_the_host_and_back_wait_for_what_fills_them():
     copier = StreamHostCopier(CUDA)
     for value in (1.0, 2.0):
         source, host = torch.full((512,), value, device=CUDA), copier.empty(512, torch.float32)
+        assert host.is_pinned()  # or a copy would wait for the device
         copied = copier.to_host(source, host, after=copier.mark())
         source.mul_(1)
         copied.synchronize()
@@ -108,6 +109,6 @@ def test_a_snapshot_holds_the_values_of_its_moment():
     for step in range(4):
         weight.add_(1)
         taken = snapshot.take({"weight": weight})["weight"]
-        assert taken.eq(step + 1).all()
+        assert taken.eq(step + 1).all() and taken.is_pinned()
         weight.mul_(1)
     snapshot.close()

@@ -28,7 +28,6 @@ from trainkit.strategy import metric_modules
 from trainkit.task import evaluation_mode
 
 if TYPE_CHECKING:
-    from trainkit.integrations.lightning import LightningTask
     from trainkit.run import Run
     from trainkit.strategy import Strategy
     from trainkit.task import TaskModule
@@ -134,7 +133,7 @@ class UnsupportedLightningFeature(UserError, AttributeError):
 class LightningHooks(Callback):
     """Calls a module's own hooks at the moments of a run."""
 
-    def __init__(self, task: LightningTask, proxy: TrainerProxy) -> None:
+    def __init__(self, task: Any, proxy: TrainerProxy) -> None:
         self._task, self._module = task, task.module
         self._proxy = proxy
         self._fit_has_started = False
