@@ -1,0 +1,31 @@
+"""The command line of the stages; needs the standard library alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from tests.gpu.runner import Runner
+from tests.gpu.stages import STAGES
+
+
+def main() -> int:
+    """Run the stages that were asked for, and return 1 if one failed or is left."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="Try trainkit on a real GPU.")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
+    parser.add_argument("--minutes", type=float, default=9.5, help="begin no stage that would take longer")
+    parser.add_argument("--again", action="store_true", help="repeat stages that were ok")
+    parser.add_argument("--report", type=Path, default=Path("gpu_report"), help="the folder of logs and results")
+    options = parser.parse_args()
+    unknown = [name for name in options.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"unknown stage {unknown[0]!r}; choose from {', '.join(STAGES)}")
+    deadline = time.monotonic() + 60 * options.minutes
+    runner = Runner(options.report, deadline=deadline)
+    chosen = [STAGES[name] for name in options.stages or STAGES]
+    return runner.run(chosen, again=options.again)
+
+
+sys.exit(main())
