@@ -25,7 +25,9 @@ def main(folder: Path) -> None:
     if not _is_installed():
         wheels = sorted(map(str, PACK.glob("*.whl")))
         if not wheels:
-            raise SystemExit("trainkit is not installed and gpu_pack/ is empty: type `make gpu-pack` where there is a network")
+            raise SystemExit(
+                "trainkit is not installed and gpu_pack/ is empty: type `make gpu-pack` where there is a network"
+            )
         # Without dependencies: torch is there, and pip would look for it among the wheels.
         install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
@@ -61,7 +63,8 @@ def environment() -> str:
         failed("device", "torch sees no CUDA device")
     for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"], ["git", "log", "-1", "--oneline"]):
         if shutil.which(command[0]):
-            lines += [f"$ {' '.join(command)}", subprocess.run(command, capture_output=True, text=True).stdout]
+            call = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            lines += [f"$ {' '.join(command)}", call.stdout]
     packages = {f"{each.name}=={each.version}" for each in importlib.metadata.distributions()}
     return "\n".join([*lines, f"{os.cpu_count()} CPUs", *sorted(packages, key=str.lower), ""])
 

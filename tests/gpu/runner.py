@@ -116,7 +116,7 @@ class Runner:
 
     def _call(self, stage: Stage, command: Sequence[str], figures: Path, limit: float) -> int | None:
         """Return the exit code; `None` if the stage was killed at its limit."""
-        mark = f"{stage.name}-{os.getpid()}"
+        mark = mark_of(stage.name)
         own = {_MARK: mark, VARIABLE: str(figures), **stage.environment}
         with open(self.folder / f"{stage.name}.log", "w", encoding="utf-8") as log:
             process = subprocess.Popen(
@@ -140,13 +140,26 @@ class Runner:
                 process.wait()
 
 
-def signal_all(mark: str, number: signal.Signals) -> None:
-    """Send a signal to each process of a stage, whatever group or session it is in."""
-    entry = f"{_MARK}={mark}".encode()
+def mark_of(name: str) -> str:
+    """Return what the environment of all processes of a stage says."""
+    return f"{name}-{os.getpid()}"
+
+
+def signal_all(mark: str, number: int) -> None:
+    """Send a signal to each process of a stage."""
+    for pid in processes_of(mark):
+        with suppress(OSError):
+            os.kill(pid, number)
+
+
+def processes_of(mark: str) -> list[int]:
+    """Return the processes of a stage, whatever group or session they are in."""
+    entry, found = f"{_MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             if entry in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), number)
+                found.append(int(folder.name))
+    return found
 
 
 def digest() -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tests.gpu.runner import ROOT, Runner, Stage
 
 _GPU_TEST = re.compile(r"mark\.gpu\b|\bon_gpu\b")
-_STARTS_PROCESSES = re.compile(r"\brun_ranks\(|\bProgram\(|\bdevices=[2-9]")
+_STARTS_PROCESSES = re.compile(r"\brun_ranks\(|\bProgram\(")
 _WORKERS = max(1, min(4, (os.cpu_count() or 2) // 2))  # each process of a test has a CUDA context of its own
 
 
@@ -19,9 +19,9 @@ def tests_of_gpus(*, processes: bool) -> list[str]:
     chosen = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text, folder = path.read_text(encoding="utf-8"), path.relative_to(ROOT / "tests").parts[0]
-        if folder not in ("gpu", "pretended_cuda") and _GPU_TEST.search(text):
-            if bool(_STARTS_PROCESSES.search(text)) == processes:
-                chosen.append(str(path.relative_to(ROOT)))
+        of_gpus = folder not in ("gpu", "pretended_cuda") and _GPU_TEST.search(text) is not None
+        if of_gpus and bool(_STARTS_PROCESSES.search(text)) == processes:
+            chosen.append(str(path.relative_to(ROOT)))
     return chosen
 
 
