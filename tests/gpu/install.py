@@ -31,9 +31,13 @@ def main(folder: Path) -> None:
         # Without dependencies: torch is there, and pip would look for it among the wheels.
         install = ["install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
         subprocess.run([sys.executable, "-m", "pip", *install, *wheels], check=True)
-        _note_call("doctor_of_the_wheel", [sys.executable, "-m", "trainkit", "doctor"], cwd=folder)
-    link(ROOT, site)
-    _note_call("doctor", [sys.executable, "-m", "trainkit", "doctor"], cwd=folder)
+    call = subprocess.run(
+        [sys.executable, "-m", "trainkit", "doctor"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    print(call.stdout, call.stderr, sep="\n", flush=True)
+    if call.returncode:
+        failed("doctor", call.stdout + call.stderr)
+    link(ROOT, site)  # after the wheel has shown that it works: mutants change the tree
     (folder / "environment.txt").write_text(environment(), encoding="utf-8")
 
 
@@ -74,13 +78,6 @@ def _is_installed() -> bool:
         return bool(importlib.metadata.version("trainkit-torch"))
     except importlib.metadata.PackageNotFoundError:
         return False
-
-
-def _note_call(name: str, command: list[str], *, cwd: Path) -> None:
-    call = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    print(call.stdout, call.stderr, sep="\n", flush=True)
-    if call.returncode:
-        failed(name, call.stdout + call.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import TensorDataset
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fusion.strategy import FusionStrategy
@@ -34,10 +35,13 @@ from tests.pretended_cuda import VARIABLE
 from tests.strategies.pipeline.test_gpu import CountWaits
 from tests.tasks import fit
 from trainkit import Callback, Data
+from trainkit.testing import run_ranks
 
 REHEARSAL = VARIABLE in os.environ
 WARM_UP, STEPS, ROUNDS = (2, 3, 1) if REHEARSAL else (20, 100, 5)
-NCCL = {"device": "cuda", "devices": 1, "backend": "nccl"}
+KINDS = {"torch_ddp": TorchDDPStrategy, "ddp": DDPStrategy, "fusion": FusionStrategy}
+LIMIT = 150
+"""Seconds of a part."""
 SCRIPTS = {
     "overhead of a step": ("step_overhead.py", "--only", "ready,map256", *("--steps", "1000", "--rounds", "5")),
     "two ranks that share the device, over gloo": ("strategies.py", "--models", "gpt_4m", "--rounds", "5"),
@@ -129,8 +133,7 @@ def prefetching() -> None:
 
 def ranks() -> None:
     """Compare the strategies with one NCCL rank: what they cost beside `single` where nothing is to be sent."""
-    kinds = {"torch_ddp": TorchDDPStrategy, "ddp": DDPStrategy, "fusion": FusionStrategy}
-    contenders = {name: partial(trained, "gpt4", partial(kind, **NCCL)) for name, kind in kinds.items()}
+    contenders = {name: partial(trained, "gpt4", partial(kind, device="cuda")) for name, kind in KINDS.items()}
     contenders["single"] = partial(trained, "gpt4", partial(SingleStrategy, device="cuda"))
     contenders["plain loop"] = partial(plain_loop, "gpt4")
     compare("one rank, a GPT of 4 million parameters", contenders)
@@ -156,17 +159,29 @@ def compiling() -> None:
 
 def waiting() -> None:
     """Count how often torch says that a step waits for the device, between two log points."""
-    kinds: dict[str, Callable[[], Any]] = {"single": partial(SingleStrategy, device="cuda")}
-    kinds |= {name: partial(kind, **NCCL) for name, kind in (("ddp", DDPStrategy), ("torch_ddp", TorchDDPStrategy))}
     print("\n| strategy | waits of each step |\n|---|---|")
-    for name, make in kinds.items():
+    for name, kind in {"single": SingleStrategy, **KINDS}.items():
         waits = CountWaits()
         data = Data(train=TensorDataset(samples("mlp5")), batch_size=32)
         with tempfile.TemporaryDirectory() as folder:
             settings = {"run_dir": folder, "log_every": "100step", "evaluate_every": None}
-            fit(make(), Squares(MODELS["mlp5"][0]()), data, waits, max_duration=f"{WARM_UP + 3}step", **settings)
+            fit(
+                kind(device="cuda"),
+                Squares(MODELS["mlp5"][0]()),
+                data,
+                waits,
+                max_duration=f"{WARM_UP + 3}step",
+                **settings,
+            )
         print(f"| {name} | {waits.waits[2:-1]} |", flush=True)
         figure(f"waits a step: {name}", max(waits.waits[2:-1]))
+
+
+def on_a_rank(name: str, rendezvous: str) -> None:
+    """Run a part as the only rank of an NCCL group."""
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    PARTS[name]()
 
 
 PARTS = {"waits": waiting, "prefetch": prefetching, "ranks": ranks, "compile": compiling}
@@ -180,7 +195,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.part is not None:
-        PARTS[options.part]()
+        if options.part in ("waits", "ranks"):
+            with tempfile.TemporaryDirectory() as folder:
+                run_ranks(on_a_rank, 1, options.part, f"{folder}/rendezvous", timeout=LIMIT)
+        else:
+            PARTS[options.part]()
         return
     commands = {}
     for title, (script, *arguments) in SCRIPTS.items():
@@ -192,14 +211,14 @@ def main() -> None:
     for title, command in commands.items():
         try:
             call = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=150, check=False
+                [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False
             )
             code, printed = call.returncode, call.stdout
         except subprocess.TimeoutExpired as error:
             code, printed = -1, (error.stdout or b"").decode()
         print(printed, flush=True)
         if code:
-            failed(title, f"exit code {code} (-1: not within 150 s); see speed.log")
+            failed(title, f"exit code {code} (-1: not within {LIMIT} s); see speed.log")
         tables = [line for line in printed.splitlines() if not line.startswith(("{", "["))]
         fence = [] if any(line.startswith("|") for line in tables) else ["```"]
         sections.append("\n".join([f"{title}: `python {' '.join(command)}`\n", *fence, *tables, *fence]))

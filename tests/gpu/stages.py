@@ -49,7 +49,7 @@ STAGES: dict[str, Stage] = {
         Stage("install", lambda runner: ["-m", "tests.gpu.install", str(runner.folder)], 60, 180),
         Stage("one_process", lambda _: tested("-m", "gpu", *tests_of_gpus(processes=False)), 60, 180),
         Stage("ranks", lambda _: tested("-m", "gpu", *tests_of_gpus(processes=True)), 120, 300),
-        Stage("parity", lambda _: tested("tests/gpu/parity.py"), 150, 400),
+        Stage("parity", lambda _: tested("tests/gpu/parity.py"), 150, 540),
         Stage(
             "reliability",
             # One worker: its tests fill the device.
