@@ -26,7 +26,7 @@ def figure(name: str, value: float | str) -> None:
 
 def failed(name: str, why: str) -> None:
     """Note what failed, and why."""
-    note(failed=name, why=why[-600:])
+    note(failed=name, why=why if len(why) < 800 else f"{why[:400]} ... {why[-400:]}")
 
 
 def pytest_runtest_logreport(report: Any) -> None:

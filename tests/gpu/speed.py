@@ -9,12 +9,14 @@ Contenders of a table take turns in one process, and ratios are taken round by r
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,17 +42,18 @@ from trainkit.testing import run_ranks
 REHEARSAL = VARIABLE in os.environ
 WARM_UP, STEPS, ROUNDS = (2, 3, 1) if REHEARSAL else (20, 100, 5)
 KINDS = {"torch_ddp": TorchDDPStrategy, "ddp": DDPStrategy, "fusion": FusionStrategy}
+TWO_RANKS = ("--strategies", "torch_ddp", "ddp", "fusion", "fusion bf16", "fusion exchange", "single", "dp")
 LIMIT = 150
 """Seconds of a part."""
 SCRIPTS = {
     "overhead of a step": ("step_overhead.py", "--only", "ready,map256", *("--steps", "1000", "--rounds", "5")),
-    "two ranks that share the device, over gloo": ("strategies.py", "--models", "gpt_4m", "--rounds", "5"),
+    "two ranks that share the device, over gloo": ("strategies.py", "--models", "gpt_4m", "--rounds", "5", *TWO_RANKS),
     "checkpoints": ("checkpointing.py", "--rounds", "5", "--folder", tempfile.gettempdir()),
 }
 IN_REHEARSAL = {
     "overhead of a step": ("--only", "ready", "--steps", "20", "--rounds", "1"),
     "two ranks that share the device, over gloo": ("--rounds", "1", "--strategies", "torch_ddp", "fusion"),
-    "checkpoints": ("--rounds", "1", "--parameters", "30_000_000"),
+    "checkpoints": ("--rounds", "2", "--parameters", "30_000_000"),
 }
 
 
@@ -108,6 +111,7 @@ def compare(title: str, contenders: dict[str, Callable[[], float]], rounds: int 
             try:
                 seconds[name].append(contenders[name]())
             except Exception as error:
+                traceback.print_exc()
                 failed(f"{title}: {name}", f"{type(error).__name__}: {error}")
                 seconds[name].append(float("nan"))
     print(f"\n{title}, {rounds} rounds\n\n| contender | ms a step | ratio | least | most |\n|---|---|---|---|---|")
@@ -116,19 +120,20 @@ def compare(title: str, contenders: dict[str, Callable[[], float]], rounds: int 
         ratio = statistics.median(ratios)
         milliseconds = 1e3 * statistics.median(values)
         print(f"| {name} | {milliseconds:.3f} | {ratio:.3f} | {min(ratios):.3f} | {max(ratios):.3f} |", flush=True)
-        figure(f"{title}: {name}", ratio)
+        if not math.isnan(ratio):
+            figure(f"{title}: {name}", ratio)
 
 
 def prefetching() -> None:
-    """Compare batches of a megabyte that are copied from pinned memory ahead of a step, and from other memory."""
+    """Compare batches that are copied from pinned memory ahead of a step, and from other memory."""
     single = partial(SingleStrategy, device="cuda")
     contenders = {
-        "plain loop, pinned": partial(plain_loop, "mlp60"),
-        "plain loop, not pinned": partial(plain_loop, "mlp60", pin_memory=False),
-        "trainkit, pinned": partial(trained, "mlp60", single),
-        "trainkit, not pinned": partial(trained, "mlp60", single, pin_memory=False),
+        "plain loop, pinned": partial(plain_loop, "mlp5"),
+        "plain loop, not pinned": partial(plain_loop, "mlp5", pin_memory=False),
+        "trainkit, pinned": partial(trained, "mlp5", single),
+        "trainkit, not pinned": partial(trained, "mlp5", single, pin_memory=False),
     }
-    compare("prefetch, a perceptron of 60 million parameters", contenders)
+    compare("prefetch, a perceptron of 5 million parameters", contenders)
 
 
 def ranks() -> None:

@@ -6,12 +6,16 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tests.gpu.runner import ROOT, Runner, Stage
+from tests.pretended_cuda import VARIABLE
 
 _GPU_TEST = re.compile(r"mark\.gpu\b|\bon_gpu\b")
 _STARTS_PROCESSES = re.compile(r"\brun_ranks\(|\bProgram\(")
 _WORKERS = max(1, min(4, (os.cpu_count() or 2) // 2))  # each process of a test has a CUDA context of its own
+SLOWER = 4 if VARIABLE in os.environ else 1
+"""Factor of time limits in a rehearsal, where few cores pretend to be the device."""
 
 
 def tests_of_gpus(*, processes: bool) -> list[str]:
@@ -27,10 +31,22 @@ def tests_of_gpus(*, processes: bool) -> list[str]:
 
 def tested(*arguments: str, workers: int = _WORKERS, seconds: int = 90) -> list[str]:
     """Return the command of tests; one that hangs leaves its stacks in the log, and its worker is replaced."""
-    # Warnings of another torch would otherwise fail every test, and say nothing of the device.
-    settings = ["-ra", "-W", "default", "-p", "tests.gpu.figures", "-n", str(workers), "--dist", "load"]
-    hangs = [f"--timeout={seconds}", "--timeout-method=thread", "--max-worker-restart=50"]
-    return ["-m", "pytest", *settings, *hangs, *arguments]
+    # Warnings of another torch would fail every test, and say nothing of the device. Captured file descriptors
+    # would keep the stacks of a worker that ends.
+    settings = [
+        "-ra",
+        "-W",
+        "default",
+        "--capture=sys",
+        "-p",
+        "tests.gpu.figures",
+        "-n",
+        str(workers),
+        "--dist",
+        "load",
+    ]
+    hangs = ["-p", "tests.gpu.hangs", f"--timeout={SLOWER * seconds}", "--timeout-method=thread"]
+    return ["-m", "pytest", *settings, *hangs, "--max-worker-restart=50", *arguments]
 
 
 def _again(runner: Runner) -> Sequence[str] | None:
@@ -44,9 +60,9 @@ def _sanitized(runner: Runner) -> Sequence[str] | None:
 
 
 STAGES: dict[str, Stage] = {
-    stage.name: stage
+    stage.name: replace(stage, limit=SLOWER * stage.limit)
     for stage in (
-        Stage("install", lambda runner: ["-m", "tests.gpu.install", str(runner.folder)], 60, 180),
+        Stage("install", lambda runner: ["-m", "tests.gpu.install", str(runner.folder)], 60, 240),
         Stage("one_process", lambda _: tested("-m", "gpu", *tests_of_gpus(processes=False)), 60, 180),
         Stage("ranks", lambda _: tested("-m", "gpu", *tests_of_gpus(processes=True)), 120, 300),
         Stage("parity", lambda _: tested("tests/gpu/parity.py"), 150, 540),
