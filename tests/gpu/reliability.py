@@ -59,7 +59,7 @@ class Wide(TaskModule):
             file.write(f"{len(batch[0])}\n")
         hidden = self.layer(batch[0])
         spread = torch.linspace(0.5, 1.5, self.size // HIDDEN, device=hidden.device, dtype=hidden.dtype)
-        return (hidden.unsqueeze(2) * spread).tanh().mean(2).sub(batch[0].mean()).square().mean()
+        return (hidden.unsqueeze(2) * spread).tanh().mean(2).sub(batch[0].mean(1, keepdim=True)).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -132,7 +132,9 @@ class Runner:
                 return process.wait(limit)
             except subprocess.TimeoutExpired:
                 signal_all(mark, signal.SIGABRT)  # faulthandler writes the stacks of all threads into the log
-                time.sleep(_SECONDS_FOR_STACKS)
+                end = time.monotonic() + _SECONDS_FOR_STACKS
+                while processes_of(mark) and time.monotonic() < end:
+                    time.sleep(0.1)
                 return None
             finally:
                 # Also what a stage that has ended left behind, in sessions of its own: it would hold the device.
