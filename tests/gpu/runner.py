@@ -86,7 +86,7 @@ class Runner:
         lines = _lines(figures)
         failed = {line["failed"]: line["why"] for line in lines if "failed" in line}
         if code is None:
-            failed[stage.name] = f"hung for {limit:.0f} s; its stacks are in {stage.name}.log"
+            failed[stage.name] = f"not ended after {limit:.0f} s; its stacks are in {stage.name}.log"
         elif code != 0 and not failed:
             failed[stage.name] = f"exit code {code}" if isinstance(code, int) else code
         counts = Counter(line["outcome"] for line in lines if "outcome" in line)

@@ -33,20 +33,9 @@ def tested(*arguments: str, workers: int = _WORKERS, seconds: int = 90) -> list[
     """Return the command of tests; one that hangs leaves its stacks in the log, and its worker is replaced."""
     # Warnings of another torch would fail every test, and say nothing of the device. Captured file descriptors
     # would keep the stacks of a worker that ends.
-    settings = [
-        "-ra",
-        "-W",
-        "default",
-        "--capture=sys",
-        "-p",
-        "tests.gpu.figures",
-        "-n",
-        str(workers),
-        "--dist",
-        "load",
-    ]
+    settings = ["-ra", "-W", "default", "--capture=sys", f"-n{workers}", "--dist=load", "--max-worker-restart=50"]
     hangs = ["-p", "tests.gpu.hangs", f"--timeout={SLOWER * seconds}", "--timeout-method=thread"]
-    return ["-m", "pytest", *settings, *hangs, "--max-worker-restart=50", *arguments]
+    return ["-m", "pytest", "-p", "tests.gpu.figures", *settings, *hangs, *arguments]
 
 
 def _again(runner: Runner) -> Sequence[str] | None:

@@ -40,7 +40,7 @@ def test_stages_that_fail_and_hang_are_recorded_and_the_next_one_runs(tmp_path, 
     }
     assert found["failing"]["failed"] == {"copy": "too early"} and found["failing"]["figures"] == {"late": 1}
     assert found["dying"]["failed"] == {"dying": "exit code 3"}
-    assert "hung for 3 s" in found["hanging"]["failed"]["hanging"]
+    assert "not ended after 3 s" in found["hanging"]["failed"]["hanging"]
     assert "in hangs_here" in (tmp_path / "hanging.log").read_text()
     assert found["ok"]["figures"] == {"seconds": 0.5}
     assert not processes_of(mark_of("hanging")), "what a stage started outlives it"
