@@ -77,13 +77,13 @@ class Runner:
         figures.unlink(missing_ok=True)
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
         code: int | str | None = 0
+        command: Sequence[str] | None = None
         try:
             command = stage.command(self)
-            if command is not None:
-                code = self._call(stage, command, figures, limit)
+            code = self._call(stage, command, figures, limit) if command else code
         except Exception as error:  # one stage's mistake must not cost the others
             code = f"{type(error).__name__}: {error}"
-        lines = _lines(figures)
+        lines = _lines(figures) if code != 0 or command else [{"figure": "nothing to do", "value": ""}]
         failed = {line["failed"]: line["why"] for line in lines if "failed" in line}
         if code is None:
             failed[stage.name] = f"not ended after {limit:.0f} s; its stacks are in {stage.name}.log"
