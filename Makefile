@@ -12,11 +12,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles what it imports
 
+STAGES ?=
 POLICIES ?= late side_first random in_order
 DEVICES ?= 2 1
 GPU_TESTS ?= tests
 
-.PHONY: train test test-slow test-all test-gpu-pretended torture zoo mutants check format bench docs installed clean
+.PHONY: train test test-slow test-all test-gpu-pretended gpu-pack gpu torture zoo mutants check format bench docs installed clean
 
 train: $(TRAIN_READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -35,6 +36,12 @@ test-gpu-pretended: $(READY) ## the tests of GPUs, on a CUDA device that is not 
 	for policy in $(POLICIES); do for devices in $(DEVICES); do \
 	  TRAINKIT_PRETENDED_CUDA=$$devices:$$policy OMP_NUM_THREADS=1 $(BIN)/python -m tests.pretended_cuda pytest \
 	  -n $(WORKERS) --dist loadfile -m gpu $(GPU_TESTS) $(ARGS) || exit 1; done; done
+
+gpu-pack: $(READY) ## the wheels that `make gpu` needs on a machine without a network, into gpu_pack/
+	$(BIN)/python -m tests.gpu.pack
+
+gpu: ## try everything on a real GPU, in stages: make gpu STAGES='install parity' ARGS=--again
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m tests.gpu $(STAGES) $(ARGS)
 
 torture: $(READY) ## 200 kills of a training process and of one that only saves, and links that are cut: half an hour or more
 	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)

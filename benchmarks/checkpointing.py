@@ -1,6 +1,6 @@
 """Cost of saving against `torch.save` + fsync of the same bytes, and the wait of training for a background save.
 
-    python benchmarks/checkpointing.py [--parameters 60_000_000] [--rounds 7] [--folder .]
+    python benchmarks/checkpointing.py [--parameters 60_000_000] [--rounds 7] [--folder .] [--device cuda]
 
 Prints a table and, as its last line, the same figures as JSON. Rounds are interleaved, so that other
 work on the machine and the disk meets every variant; figures are medians, ratios are medians of the rounds' ratios.
@@ -28,7 +28,7 @@ from trainkit.checkpoint.store import CheckpointStore
 
 def main() -> None:
     arguments = _arguments()
-    payload = gpt_payload(arguments.parameters)
+    payload = gpt_payload(arguments.parameters, arguments.device)
     size = sum(tensor.nbytes for tensor in tensors(payload))
     folder = Path(tempfile.mkdtemp(prefix="checkpointing-", dir=arguments.folder))
     try:
@@ -84,7 +84,7 @@ def plain_save(payload: dict[str, Any], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def gpt_payload(parameters: int) -> dict[str, Any]:
+def gpt_payload(parameters: int, device: str = "cpu") -> dict[str, Any]:
     """Return the state of a GPT with about that many parameters after a step of AdamW."""
     width, layers = 512, max(1, round((parameters - 512 * 50_000) / (12 * 512 * 512)))
     shapes = {"embedding.weight": (50_000, width)}
@@ -97,7 +97,7 @@ def gpt_payload(parameters: int) -> dict[str, Any]:
             f"layers.{layer}.norm.weight": (width,),
         }
     names = ("model", "exp_avg", "exp_avg_sq")
-    return {name: {key: torch.randn(shape) for key, shape in shapes.items()} for name in names}
+    return {name: {key: torch.randn(shape, device=device) for key, shape in shapes.items()} for name in names}
 
 
 def tensors(payload: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -150,6 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parameters", type=int, default=60_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", default=".", help="on the disk to measure")
+    parser.add_argument("--device", default="cpu", help="of the tensors that are saved")
     return parser.parse_args()
 
 

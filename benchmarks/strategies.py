@@ -2,6 +2,7 @@
 
     python benchmarks/strategies.py                        2 ranks, all models
     python benchmarks/strategies.py --ranks 4 --models mlp_5m --rounds 20
+    python benchmarks/strategies.py --device cuda          2 ranks that share a GPU, over gloo
 
 All strategies live in the same processes and take turns, some steps at a time, so that other load on the machine
 affects all of them equally. Times are medians over rounds of the slowest rank; `vs stock` compares with PyTorch's own
@@ -16,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import TaskModule
 from trainkit.data.batch import MicroBatch, StepBatch
+from trainkit.devices import synchronize
 from trainkit.optim.optimizer import GradientClipping, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.strategy import Strategy
@@ -38,25 +41,25 @@ from trainkit.testing import run_ranks
 STOCK = "torch_ddp"
 STEPS_OF_A_TURN = 4
 WARM_UP_ROUNDS = 2
-STRATEGIES: dict[str, Callable[[], Strategy]] = {
-    "torch_ddp": lambda: TorchDDPStrategy(device="cpu"),
-    "ddp": lambda: DDPStrategy(device="cpu", record_timeline=True),
-    "ddp group": lambda: DDPStrategy(device="cpu", transport="process_group", record_timeline=True),
-    "fusion": lambda: FusionStrategy(device="cpu", record_timeline=True),
-    "fusion thread": lambda: FusionStrategy(device="cpu", communication_thread=True, record_timeline=True),
-    "fusion bf16": lambda: FusionStrategy(device="cpu", reduce_dtype="bf16", record_timeline=True),
-    "fusion sharded": lambda: FusionStrategy(device="cpu", shard_optimizer=True, record_timeline=True),
-    "fusion sharded thread": lambda: FusionStrategy(
-        device="cpu", shard_optimizer=True, communication_thread=True, record_timeline=True
+STRATEGIES: dict[str, Callable[[str], Strategy]] = {
+    "torch_ddp": lambda device: TorchDDPStrategy(device=device),
+    "ddp": lambda device: DDPStrategy(device=device, record_timeline=True),
+    "ddp group": lambda device: DDPStrategy(device=device, transport="process_group", record_timeline=True),
+    "fusion": lambda device: FusionStrategy(device=device, record_timeline=True),
+    "fusion thread": lambda device: FusionStrategy(device=device, communication_thread=True, record_timeline=True),
+    "fusion bf16": lambda device: FusionStrategy(device=device, reduce_dtype="bf16", record_timeline=True),
+    "fusion sharded": lambda device: FusionStrategy(device=device, shard_optimizer=True, record_timeline=True),
+    "fusion sharded thread": lambda device: FusionStrategy(
+        device=device, shard_optimizer=True, communication_thread=True, record_timeline=True
     ),
-    "fusion exchange thread": lambda: FusionStrategy(
-        device="cpu", transport="exchange", communication_thread=True, record_timeline=True
+    "fusion exchange thread": lambda device: FusionStrategy(
+        device=device, transport="exchange", communication_thread=True, record_timeline=True
     ),
-    "fusion exchange": lambda: FusionStrategy(device="cpu", transport="exchange", record_timeline=True),
+    "fusion exchange": lambda device: FusionStrategy(device=device, transport="exchange", record_timeline=True),
 }
-ON_ONE_PROCESS: dict[str, Callable[[int], Strategy]] = {
-    "single": lambda ranks: SingleStrategy(device="cpu", accumulate=ranks),
-    "dp": lambda ranks: DataParallelStrategy(devices=["cpu"] * ranks),
+ON_ONE_PROCESS: dict[str, Callable[[str, int], Strategy]] = {
+    "single": lambda device, ranks: SingleStrategy(device=device, accumulate=ranks),
+    "dp": lambda device, ranks: DataParallelStrategy(devices=[device] * ranks),
 }
 
 
@@ -128,7 +131,10 @@ class Runner:
         mine = num_samples // strategy.comm.world_size
         sizes = [min(plan.micro_batch_size, mine - start) for start in range(0, mine, plan.micro_batch_size)]
         self.step_batch = StepBatch(
-            [MicroBatch(self.task.batch(size), size) for size in sizes], num_samples, num_samples, False
+            [MicroBatch(self.task.batch(size).to(strategy.device), size) for size in sizes],
+            num_samples,
+            num_samples,
+            False,
         )
         strategy.prepare(self.task)
         (self.phase_optimizer,) = configure_optimizers(
@@ -146,6 +152,7 @@ class Runner:
         started = time.perf_counter()
         for _ in range(STEPS_OF_A_TURN):
             self.step()
+        synchronize(self.strategy.device)
         return (time.perf_counter() - started) / STEPS_OF_A_TURN
 
 
@@ -171,23 +178,25 @@ def measure(strategies: dict[str, Callable[[], Strategy]], model: str, num_sampl
     return seconds, sent, hidden
 
 
-def measure_on_rank(names: list[str], model: str, num_samples: int, rounds: int) -> Any:
+def measure_on_rank(names: list[str], model: str, device: str, num_samples: int, rounds: int) -> Any:
     """Measure the strategies of several processes on this rank."""
-    return measure({name: STRATEGIES[name] for name in names}, model, num_samples, rounds)
+    return measure({name: partial(STRATEGIES[name], device) for name in names}, model, num_samples, rounds)
 
 
-def compare(names: list[str], model: str, *, ranks: int, rounds: int) -> dict[str, dict[str, float | None]]:
+def compare(
+    names: list[str], model: str, *, device: str, ranks: int, rounds: int
+) -> dict[str, dict[str, float | None]]:
     """Return for each strategy the median time of a step and its ratio to stock DDP."""
     num_samples = ranks * MODELS[model][1]
     several = [name for name in names if name in STRATEGIES]
-    outcomes = run_ranks(measure_on_rank, ranks, several, model, num_samples, rounds, timeout=1200)
+    outcomes = run_ranks(measure_on_rank, ranks, several, model, device, num_samples, rounds, timeout=1200)
     seconds: dict[str, list[float]] = {}
     for name in several:
         of_ranks = [outcome[0][name] for outcome in outcomes]
         seconds[name] = [max(of_round) for of_round in zip(*of_ranks, strict=True)]
     sent: dict[str, int | None] = outcomes[0][1]
     hidden: dict[str, float | None] = outcomes[0][2]
-    alone = {name: lambda make=make: make(ranks) for name, make in ON_ONE_PROCESS.items() if name in names}
+    alone = {name: partial(make, device, ranks) for name, make in ON_ONE_PROCESS.items() if name in names}
     if alone:
         seconds.update(measure(alone, model, num_samples, max(2, rounds // 2))[0])
     stock = statistics.median(seconds[STOCK]) if STOCK in seconds else None
@@ -262,12 +271,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES, *ON_ONE_PROCESS])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     typed = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for model in typed.models:
-        found[model] = compare(typed.strategies, model, ranks=typed.ranks, rounds=typed.rounds)
+        found[model] = compare(typed.strategies, model, device=typed.device, ranks=typed.ranks, rounds=typed.rounds)
         if not typed.json:
             show(f"{model}, {typed.ranks} ranks", found[model])
     found["server balance"] = server_balance(typed.ranks)

@@ -695,8 +695,10 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
       if (says_why()) fprintf(stderr, "%s failed in a queue\n", name_of(op).c_str());
       throw;
     }
+    // The CPU makes no statistics of a batch norm in evaluation: those stay NaN.
     for (size_t i = 0; i < targets.size(); i++)
-      TORCH_CHECK(!targets[i].isTensor() || !targets[i].toTensor().defined() || targets[i].toTensor().sizes() == cpu[i].toTensor().sizes(),
+      TORCH_CHECK(!targets[i].isTensor() || !targets[i].toTensor().defined() || cpu[i].toTensor().numel() == 0 ||
+                      targets[i].toTensor().sizes() == cpu[i].toTensor().sizes(),
                   name_of(op), " has shape ", cpu[i].toTensor().sizes(), " and not ", targets[i].toTensor().sizes());
     if (!makes) return;
     for (size_t i = 0; i < targets.size(); i++) {
@@ -705,7 +707,7 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
       visit(cpu[i], [&](const at::Tensor& tensor) { from.push_back(tensor); });
       TORCH_INTERNAL_ASSERT(to.size() == from.size());
       for (size_t j = 0; j < to.size(); j++)
-        if (to[j].const_data_ptr() != from[j].const_data_ptr()) to[j].copy_(from[j]);
+        if (from[j].numel() > 0 && to[j].const_data_ptr() != from[j].const_data_ptr()) to[j].copy_(from[j]);
     }
   });
   for (auto& result : results) stack->push_back(*result);

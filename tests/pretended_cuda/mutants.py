@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-def _mutants() -> list[Mutant]:
+def everything() -> list[Mutant]:
+    """Return all mutants."""
     prefetch, copier = "trainkit/data/prefetch.py", "strategies/transports/host_copy.py"
     snapshot, reductions = "trainkit/checkpoint/background_save.py", "strategies/reducer/reductions.py"
     messages, group = "strategies/pipeline/run/communication.py", "strategies/transports/process_group.py"
@@ -139,9 +141,9 @@ def _mutants() -> list[Mutant]:
     ]
 
 
-def noticed(mutant: Mutant) -> str:
-    """Return the policy and the first test that fails, or `not noticed`."""
-    for policy in POLICIES:
+def noticed(mutant: Mutant, root: Path, environments: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the environment and the first test in the tree `root` that fails, or `not noticed`."""
+    for policy, settings in environments.items():
         for tests in mutant.tests:
             command = [
                 sys.executable,
@@ -155,9 +157,7 @@ def noticed(mutant: Mutant) -> str:
                 "--timeout=90",
                 *tests.split(),
             ]
-            settings = {**environment(f"2:{policy}"), "OMP_NUM_THREADS": "1"}
-            settings["TRAINKIT_PRETENDED_NCCL_SECONDS"] = "10"
-            ended = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
+            ended = subprocess.run(command, cwd=root, env={**settings}, capture_output=True, text=True, check=False)
             failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
             if ended.returncode not in (0, 5):
                 return f"{policy}: {failed[0].split(' - ')[0] if failed else f'exit code {ended.returncode}'}"
@@ -168,7 +168,9 @@ def main(words: list[str]) -> None:
     """Try each mutant."""
     build()
     os.environ.pop(VARIABLE, None)
-    for mutant in _mutants():
+    own = {"OMP_NUM_THREADS": "1", "TRAINKIT_PRETENDED_NCCL_SECONDS": "10"}
+    environments = {policy: {**environment(f"2:{policy}"), **own} for policy in POLICIES}
+    for mutant in everything():
         if words and not any(word in f"{mutant.file} {mutant.name}" for word in words):
             continue
         path, start = ROOT / mutant.file, time.monotonic()
@@ -178,7 +180,7 @@ def main(words: list[str]) -> None:
             continue
         path.write_text(original.replace(mutant.line, mutant.instead))
         try:
-            found = noticed(mutant)
+            found = noticed(mutant, ROOT, environments)
         finally:
             path.write_text(original)
         print(f"{mutant.file}: without {mutant.name}: {found} ({time.monotonic() - start:.0f} s)", flush=True)

@@ -104,7 +104,7 @@ def _add_private_functions() -> None:
         "getDevice": device.current_device,
         "setDevice": device.set_device,
         "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "maybeExchangeDevice": lambda index: exchange(int(index)),  # not the same function: the compiler lists both
         "isInBadFork": device.is_forked,
         "synchronize": lambda: device.synchronize(device.current_device()),
         "getCurrentStream": lambda index: stream_of(index, device.current_stream(index)),

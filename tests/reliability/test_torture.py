@@ -1,6 +1,6 @@
 """A training process is killed again and again, half of the time while it saves, and ends with the weights of one run.
 
-TRAINKIT_KILLS=200 kills as often (`make torture`).
+TRAINKIT_KILLS=200 kills as often (`make torture`); TRAINKIT_TORTURE_DEVICE=cuda trains on a GPU.
 """
 
 import json
@@ -28,6 +28,7 @@ from trainkit.checkpoint.store import CheckpointStore, load_from
 from trainkit.loggers.jsonl import JsonlLogger
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "12"))
+DEVICE = os.environ.get("TRAINKIT_TORTURE_DEVICE", "cpu")
 STEPS = 36
 MOST_LIVES = 40  # of one run; a run that is not finished by then makes no progress
 
@@ -99,7 +100,7 @@ def train(run_dir: Path, report: Callable[[str], None], *, background: bool) -> 
         every="3step", monitor="validation/loss", save_last_k=2, save_on_exception=False, async_save=background
     )
     trainer = Trainer(
-        SingleStrategy(device="cpu"),
+        SingleStrategy(device=DEVICE),
         max_duration=f"{STEPS}step",
         evaluate_every="5step",
         log_every="3step",
