@@ -128,6 +128,8 @@ def one_life(run_dir: Path, background: bool, kill: tuple[int, float] | None) ->
         code = 1
         try:
             os.close(receiver)
+            # The first call after a fork makes new threads, and aborts if two threads of backward make it at once.
+            torch.set_num_threads(1)
             train(run_dir, lambda word: os.write(sender, f"{word}\n".encode()), background=background)
             code = 0
         except BaseException:
