@@ -24,14 +24,12 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from tests.equality import GPT, TASKS, largest_difference
 from tests.gpu.figures import figure
+from tests.marks import gpus
 from tests.tasks import fit
 from trainkit import Data
 from trainkit.parity.compare import TOLERANCES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = gpus()
 PRETENDED = "pretended_torch" in sys.modules
 BATCH_SIZE, STEPS = 8, 6
 SHRUNK = 2.0**-6

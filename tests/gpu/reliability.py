@@ -14,14 +14,12 @@ from trainkit.strategies.ddp import DDPStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.gpu.figures import figure
+from tests.marks import gpus
 from tests.tasks import EachStep, assert_close, assert_same_bits, fit, weights
 from trainkit import Data, TaskModule
 from trainkit.checkpoint.store import CheckpointStore
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = gpus()
 PRETENDED = "pretended_torch" in sys.modules
 WIDTH, BATCH_SIZE, HIDDEN = 16, 16, 4
 

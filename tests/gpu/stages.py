@@ -11,8 +11,8 @@ from dataclasses import replace
 from tests.gpu.runner import ROOT, Runner, Stage
 from tests.pretended_cuda import VARIABLE
 
-_GPU_TEST = re.compile(r"mark\.gpu\b|\bon_gpu\b")
-_STARTS_PROCESSES = re.compile(r"\brun_ranks\(|\bProgram\(")
+_GPU_TEST = re.compile(r"mark\.gpu\b|\bon_gpu\b|\bgpus\(")
+_STARTS_PROCESSES = re.compile(r"\brun_ranks\(|\bProgram\(|\bDDPStrategy\(")
 _WORKERS = max(1, min(4, (os.cpu_count() or 2) // 2))  # each process of a test has a CUDA context of its own
 SLOWER = 4 if VARIABLE in os.environ else 1
 """Factor of time limits in a rehearsal, where few cores pretend to be the device."""

@@ -92,13 +92,6 @@ def everything() -> list[Mutant]:
             fusion,
         ),
         Mutant(
-            "wait for the copy of a chunk",
-            "strategies/transports/gloo_ring.py",
-            "            copy.synchronize()\n",
-            "            pass\n",
-            fusion,
-        ),
-        Mutant(
             "wait for a snapshot",
             snapshot,
             "            synchronize(device)\n",
@@ -121,7 +114,6 @@ def everything() -> list[Mutant]:
             ddp,
         ),
         Mutant("wait for a reduction", group, "            self.work.wait()\n", "            pass\n", ddp),
-        Mutant("wait for flags", reductions, "                bucket.flags.wait()\n", "                pass\n", ddp),
         Mutant("copy before a send", messages, "        copied.synchronize()", "        pass", pipeline),
         Mutant("mark before a send", messages, "after=self._copier.mark())", "after=None)", pipeline),
         Mutant(
