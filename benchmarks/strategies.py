@@ -37,6 +37,7 @@ from trainkit.optim.optimizer import GradientClipping, configure_optimizers
 from trainkit.optim.precision import Precision
 from trainkit.strategy import Strategy
 from trainkit.testing import run_ranks
+from trainkit.tree import to_device
 
 STOCK = "torch_ddp"
 STEPS_OF_A_TURN = 4
@@ -131,7 +132,7 @@ class Runner:
         mine = num_samples // strategy.comm.world_size
         sizes = [min(plan.micro_batch_size, mine - start) for start in range(0, mine, plan.micro_batch_size)]
         self.step_batch = StepBatch(
-            [MicroBatch(self.task.batch(size).to(strategy.device), size) for size in sizes],
+            [MicroBatch(to_device(self.task.batch(size), strategy.device), size) for size in sizes],
             num_samples,
             num_samples,
             False,
