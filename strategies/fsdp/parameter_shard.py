@@ -72,6 +72,14 @@ class ParameterShard:
         _set_class(self.original, _Replaced)
         _set_class(self.sharded, _GuardedShard)
 
+    def is_guarded(self) -> bool:
+        """Return True if this torch tells the guard of uses of the values; 2.11 computes on the shard unasked."""
+        try:
+            self.sharded.detach()  # on any device, and without a message
+        except UserError:
+            return True
+        return False
+
     def unguard(self) -> None:
         """Make `original` and `sharded` ordinary tensors."""
         _set_class(self.original, nn.Parameter)

@@ -1,6 +1,7 @@
 """What user code attaches to parameters, and does with them, where `fsdp` replaces them by shards."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
+from trainkit.strategies.fsdp.parameter_shard import _GuardedShard
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
 
 from tests.seams.test_coupled_optimizers import HookInTheRun, WithHook
@@ -30,6 +32,7 @@ from trainkit import Callback
 from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.errors import UserError
 from trainkit.optim.precision import Precision
+from trainkit.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -526,3 +529,24 @@ def test_a_shard_that_is_touched_is_named_and_its_metadata_is_there(callback):
 def test_a_parameter_that_is_replaced_in_the_whole_task_is_named():
     with pytest.raises(UserError, match=r"replaced 'c\.weight'"):
         trained("fsdp", Layers(), Replaces())
+
+
+def messages_of_a_run(sees):
+    """Return what the strategy logs with a torch that tells of uses of shards, or does not."""
+    if not sees:
+        _GuardedShard.__torch_dispatch__ = DTensor.__torch_dispatch__
+    handler, messages = logging.Handler(), []
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("trainkit.strategies.fsdp.strategy").addHandler(handler)
+    strategy = FSDPStrategy(device="cpu")
+    strategy.setup(Precision())
+    strategy.prepare(Layers())
+    strategy.teardown()
+    return messages
+
+
+def test_a_torch_that_does_not_tell_of_uses_of_shards_is_named_once():
+    for sees in (True, False):
+        of_first, of_second = run_ranks(messages_of_a_run, 2, sees)
+        assert sum("does not tell strategy=fsdp" in message for message in of_first) == (not sees)
+        assert not of_second
