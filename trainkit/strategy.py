@@ -170,6 +170,7 @@ class Strategy:
         self._place(task)
 
     def _place(self, task: TaskModule) -> None:
+        """Move the task, which has values, to where it trains."""
         task.to(self.device)
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:

@@ -123,7 +123,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     # ---- Before and after training
 
     def validate(self, task: TaskModule, precision: Precision) -> str:
-        """Return the kind of device of the ranks; raises UserError too for a task that has no place for all of them."""
+        """Return the kind of device of the ranks; raises UserError too for a task that cannot use all of a rank's."""
         if self.devices_per_rank > 1 and type(task).place_on is TaskModule.place_on:
             raise UserError(
                 f"devices_per_rank={self.devices_per_rank} needs a task that says what is on which device; define "
@@ -138,7 +138,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     def devices_of_rank(self) -> list[torch.device]:
         device = self.device
         if not has_streams(device) or self.devices_per_rank == 1:
-            return [device] * self.devices_per_rank
+            return [device] * self.devices_per_rank  # the CPU several times, so that such a task runs anywhere
         return [of_rank(device.type, (device.index or 0) + number) for number in range(self.devices_per_rank)]
 
     def _place(self, task: TaskModule) -> None:

@@ -230,7 +230,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         task._apply(moved)  # type: ignore[no-untyped-call] # torch does not annotate it
 
     def _check_guard(self) -> None:
-        """Warn if uses of a shard as the whole cannot be seen; they are refused by the name of the parameter else."""
+        """Warn if this torch hides uses of a shard as the whole, which are refused by name otherwise."""
         shards = self._task.shards
         if self.comm.is_main and shards and not shards[0].is_guarded():
             logger.warning(
