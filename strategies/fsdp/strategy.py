@@ -220,7 +220,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._find_trained(task)  # again, as shards have taken the place of the parameters
         self._last, self._muons = None, {}
-        self._check_guard()
 
     def _move_task(self, task: TaskModule) -> None:
         self._records = records_of(task)
@@ -228,17 +227,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         moved = partial(_moved, device=self.device)
         # Private: `task.to(device)` refuses meta tensors, and torch has no public call with a function for each tensor.
         task._apply(moved)  # type: ignore[no-untyped-call] # torch does not annotate it
-
-    def _check_guard(self) -> None:
-        """Warn if this torch hides uses of a shard as the whole, which are refused by name otherwise."""
-        shards = self._task.shards
-        if self.comm.is_main and shards and not shards[0].is_guarded():
-            logger.warning(
-                "torch %s does not tell strategy=fsdp when a step or a callback uses a parameter of which each rank "
-                "has a shard: it would compute with the shard in silence. Read weights in `with run.whole_task() as "
-                "task:`, use a unit's parameters in its forward alone, or install torch 2.13 or newer.",
-                torch.__version__,
-            )
 
     def prepare_optimizer(self, task: TaskModule, phase_optimizer: PhaseOptimizer) -> None:
         """Let the optimizer update this rank's shards; collective."""

@@ -1,7 +1,6 @@
 """What user code attaches to parameters, and does with them, where `fsdp` replaces them by shards."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -531,22 +530,46 @@ def test_a_parameter_that_is_replaced_in_the_whole_task_is_named():
         trained("fsdp", Layers(), Replaces())
 
 
-def messages_of_a_run(sees):
-    """Return what the strategy logs with a torch that tells of uses of shards, or does not."""
+USES_OF_VALUES = {
+    "method": lambda weight: weight.norm(),
+    "detached": lambda weight: weight.detach(),
+    "list": lambda weight: torch._foreach_norm([weight]),
+    "right": lambda weight: torch.ones(weight.shape) + weight,
+    "layer": lambda weight: nn.functional.linear(torch.ones(2, weight.shape[1]), weight),
+    "in place": nn.init.zeros_,
+    "out": lambda weight: torch.ones(weight.shape).copy_(weight),
+    "copy": copy.deepcopy,
+    "data": lambda weight: weight.data,
+    "list of numbers": lambda weight: weight.tolist(),
+    "pickle": pickled,
+}
+USES_OF_METADATA = {
+    "shape": lambda weight: weight.shape,
+    "type": lambda weight: (weight.dtype, weight.device, weight.is_floating_point(), weight.numel()),
+    "gradient": lambda weight: (weight.grad, weight.is_leaf, weight.requires_grad_(False)),
+    "like": lambda weight: (torch.zeros_like(weight), weight.new_zeros(3)),
+}
+
+
+def refused_uses(sees):
+    """Return the uses of a shard that are refused, with a torch that calls its class for operations, or does not."""
     if not sees:
         _GuardedShard.__torch_dispatch__ = DTensor.__torch_dispatch__
-    handler, messages = logging.Handler(), []
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("trainkit.strategies.fsdp.strategy").addHandler(handler)
     strategy = FSDPStrategy(device="cpu")
     strategy.setup(Precision())
-    strategy.prepare(Layers())
+    task = Layers()
+    strategy.prepare(task)
+    weight, refused = next(task.parameters()), []
+    for use, function in (USES_OF_VALUES | USES_OF_METADATA).items():
+        try:
+            function(weight)
+        except UserError as error:
+            assert " is used as a whole" in str(error)
+            refused.append(use)
     strategy.teardown()
-    return messages
+    return refused
 
 
-def test_a_torch_that_does_not_tell_of_uses_of_shards_is_named_once():
-    for sees in (True, False):
-        of_first, of_second = run_ranks(messages_of_a_run, 2, sees)
-        assert sum("does not tell strategy=fsdp" in message for message in of_first) == (not sees)
-        assert not of_second
+@pytest.mark.parametrize("sees", [True, False])
+def test_uses_of_shards_are_refused_by_a_torch_that_does_not_call_the_class_too(sees):
+    assert run_ranks(refused_uses, 2, sees) == [list(USES_OF_VALUES)] * 2
