@@ -227,7 +227,12 @@ class Profiler(Callback):
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU, *profiled_by(run.strategy.device)]
-        self._profile = profile(activities=activities, profile_memory=self.profile_memory, with_stack=self.with_stack)
+        self._profile = profile(
+            activities=activities,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            acc_events=True,  # or torch 2.11 warns of cycles, of which there is one
+        )
         self._profile.__enter__()
 
     def _stop_recording(self, run: Run) -> None:

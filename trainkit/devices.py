@@ -24,6 +24,9 @@ from torch import Tensor
 
 from trainkit.errors import UserError, nearest
 
+OLDEST_TORCH = (2, 8)
+"""Before, the store of the ranks cannot listen on a socket that is open already."""
+
 _KINDS = ("auto", "cpu", "cuda", "mps")
 # Of the driver, cuBLAS, cuDNN and NCCL, whose errors are no OutOfMemoryError.
 _OUT_OF_MEMORY = (
@@ -33,6 +36,16 @@ _OUT_OF_MEMORY = (
     "Failed to CUDA calloc",
     "Cuda failure 2",
 )
+
+
+def check_torch() -> None:
+    """Raise UserError if the installed torch is not supported."""
+    if torch.__version__ < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UserError(
+            f"trainkit needs torch {oldest} or newer, and torch {torch.__version__} is installed; type: "
+            f"pip install 'torch>={oldest}'"
+        )
 
 
 # ---- Which device

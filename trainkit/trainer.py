@@ -22,7 +22,7 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import resize_buffers
 from trainkit.console import say
 from trainkit.data.data import Data
-from trainkit.devices import is_cuda
+from trainkit.devices import check_torch, is_cuda
 from trainkit.duration import Duration
 from trainkit.errors import Stopped, UserError
 from trainkit.logger import Logger
@@ -183,7 +183,8 @@ class Trainer:
         loggers: Sequence[str | Logger] | None = None,
         config: str = "",
     ) -> None:
-        chosen_precision = Precision(precision, tf32=tf32)  # first: its error lists the names
+        check_torch()
+        chosen_precision = Precision(precision, tf32=tf32)  # before others: its error lists the names
         check_arguments(Trainer.__init__, locals(), classes={Strategy: "a trainkit.Strategy"})
         self.strategy = registry.make("strategy", strategy) if isinstance(strategy, str) else strategy
         # `None` passes, as its text is not empty.

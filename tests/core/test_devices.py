@@ -1,6 +1,7 @@
 """Choosing a device by name; the waits, generators and current device of GPUs."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from trainkit.strategies.single import SingleStrategy
 
 from tests.marks import on_gpu
 from tests.tasks import Regression, regression_data
-from trainkit import Data, UserError
+from trainkit import Data, Trainer, UserError
 from trainkit.data.batch import MicroBatch, StepBatch
 from trainkit.data.prefetch import prefetched
-from trainkit.devices import generator_state, is_out_of_memory, pick
+from trainkit.devices import OLDEST_TORCH, check_torch, generator_state, is_out_of_memory, pick
 from trainkit.optim.precision import Precision
 from trainkit.rng import preserve_rng, rng_state, set_rng_state
 from trainkit.testing import run_ranks
@@ -167,3 +168,17 @@ def test_one_device_for_several_ranks_is_refused_before_they_start(starts, monke
     with pytest.raises(UserError, match=r"device=cuda:1 is one device for 2 ranks; set strategy.device=cuda"):
         strategy.validate(Regression(), Precision())
     DDPStrategy(device="cuda:1", devices=2, backend="gloo").validate(Regression(), Precision())
+
+
+def test_an_old_torch_is_refused_at_the_start_with_what_to_type(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.7.1+cpu"))
+    with pytest.raises(UserError, match=r"torch 2\.7\.1\+cpu is installed; type: pip install 'torch>=2\.8'"):
+        Trainer()
+    for version in ("2.8.0", "2.10.0", "2.13.0+cpu"):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        check_torch()
+
+
+def test_the_oldest_torch_is_that_of_the_requirements():
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()

@@ -267,7 +267,8 @@ def test_hooks_on_an_optimizers_step_are_called(make_trainer):
 
 
 def test_a_profiler_finds_the_optimizers_step_by_its_name(make_trainer):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    # `acc_events`, or torch 2.11 warns.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         make_trainer(max_duration="2step").fit(Regression(), DATA)
     assert any(event.key.startswith("Optimizer.step#") for event in profile.key_averages())
 

@@ -83,9 +83,12 @@ def _torch() -> Check:
     except Exception as error:
         return Check("torch", PROBLEM, f"cannot be imported: {error}", "pip install torch")
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    major, minor = (int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if (major, minor) < (2, 8):
-        return Check("torch", PROBLEM, torch.__version__, "pip install 'torch>=2.8'")
+    from trainkit.devices import check_torch
+
+    try:
+        check_torch()
+    except UserError as error:
+        return Check("torch", PROBLEM, *str(error).split("; type: "))
     return Check("torch", OK, f"{torch.__version__}, {built}, {torch.get_num_threads()} threads")
 
 
