@@ -12,12 +12,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 
 unexport PYTHONDONTWRITEBYTECODE # or each process that a test starts compiles what it imports
 
+OTHER = .venv-$(@:test-%=%)
+
 STAGES ?=
 POLICIES ?= late side_first random in_order
 DEVICES ?= 2 1
 GPU_TESTS ?= tests
 
-.PHONY: train test test-slow test-all test-gpu-pretended gpu-pack gpu torture zoo mutants check format bench docs installed clean
+.PHONY: train test test-slow test-all test-gpu-pretended test-oldest test-newest gpu-pack gpu torture zoo mutants check format bench docs installed clean
 
 train: $(TRAIN_READY) ## train the handwritten-digits recipe; more: make train ARGS='trainer.max_duration=2epoch'
 	$(BIN)/trainkit fit recipe=digits $(ARGS)
@@ -36,6 +38,15 @@ test-gpu-pretended: $(READY) ## the tests of GPUs, on a CUDA device that is not 
 	for policy in $(POLICIES); do for devices in $(DEVICES); do \
 	  TRAINKIT_PRETENDED_CUDA=$$devices:$$policy OMP_NUM_THREADS=1 $(BIN)/python -m tests.pretended_cuda pytest \
 	  -n $(WORKERS) --dist loadfile -m gpu $(GPU_TESTS) $(ARGS) || exit 1; done; done
+
+test-oldest: RELEASE := torch==2.8.* transformers==4.57.* lightning==2.5.*
+test-newest: RELEASE := torch transformers lightning
+test-oldest test-newest: ## the default tests with the oldest, or newest, torch and bridges, in .venv-oldest or .venv-newest: 6 GB each
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -vE '^(torch|transformers|lightning|pytorch-lightning|huggingface-hub|tokenizers)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install --quiet --upgrade pip 'setuptools>=77'
+	PYTHONWARNINGS=ignore $(OTHER)/bin/pip install --quiet --upgrade --no-build-isolation -c $(OTHER)/constraints.txt $(RELEASE) -e '.[dev]'
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 gpu-pack: $(READY) ## the wheels that `make gpu` needs on a machine without a network, into gpu_pack/
 	$(BIN)/python -m tests.gpu.pack

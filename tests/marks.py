@@ -10,6 +10,8 @@ EVERY_CASE = os.environ.get("TRAINKIT_ZOO") == "all"
 """True in `make zoo`, which holds tasks against one process in more ways than all other tests together."""
 in_make_zoo = pytest.mark.skipif(not EVERY_CASE, reason="`make zoo` runs it")
 
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon is of torch 2.9")
+
 
 def gpus(number: int = 1) -> list[pytest.MarkDecorator]:
     """Return the marks of tests that need CUDA devices, also those of `make test-gpu-pretended`."""

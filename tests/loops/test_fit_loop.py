@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.tasks import (
     EachStep,
@@ -254,6 +255,14 @@ def test_an_error_while_the_run_is_prepared_calls_on_exception(make_trainer):
     with pytest.raises(KeyError):
         make_trainer(callbacks=[recorder]).fit(NoOptimizer(), data())
     assert [name for name, _ in recorder.moments] == ["on_exception KeyError", "close"]
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_seed_of_a_sampler_that_is_replaced_is_named_where_the_order_has_another(make_trainer, caplog, seed):
+    dataset = regression_data(8)
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0, seed=seed)
+    make_trainer(seed=0).fit(Regression(), DataLoader(dataset, batch_size=4, sampler=sampler))
+    assert ("has seed=7, but samples come in the order of seed=0" in caplog.text) == (seed == 7)
 
 
 def test_nothing_is_logged_when_nothing_happens(make_trainer, caplog):

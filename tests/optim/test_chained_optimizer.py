@@ -14,6 +14,7 @@ from trainkit.strategies.fusion.strategy import FusionStrategy
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
+from tests.marks import needs_muon
 from tests.tasks import EachStep, Regression, StopAt, assert_same_bits, fit, regression_data, weights
 from trainkit import Callback, Data, TaskModule
 from trainkit.errors import UserError
@@ -63,6 +64,7 @@ def distances(folder: str, expected: dict[str, torch.Tensor]) -> dict[str, float
     return found
 
 
+@needs_muon
 def test_muon_for_matrices_and_adamw_for_the_rest_have_the_weights_of_a_loop_by_hand(tmp_path):
     expected = task().double()
     matrices = [parameter for parameter in expected.parameters() if parameter.dim() == 2]
@@ -83,6 +85,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_have_the_weights_of_a_loop_by_
     assert_same_bits(actual, expected)
 
 
+@needs_muon
 def test_it_trains_to_the_weights_of_one_device_where_optimizers_are_not_sharded(tmp_path):
     alone = trained(SingleStrategy(device="cpu"), str(tmp_path / "alone"))
     for found in run_ranks(distances, 2, str(tmp_path), weights(alone), timeout=150):
@@ -90,6 +93,7 @@ def test_it_trains_to_the_weights_of_one_device_where_optimizers_are_not_sharded
         assert all(distance < 1e-9 for distance in found.values()), found
 
 
+@needs_muon
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path):
     whole = trained(SingleStrategy(device="cpu"), str(tmp_path / "whole"))
     trained(SingleStrategy(device="cpu"), str(tmp_path / "stopped"), callbacks=[StopAt(2)])
@@ -159,6 +163,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return found
 
 
+@needs_muon
 @pytest.mark.slow
 def test_a_run_with_shards_of_matrices_goes_on_under_other_numbers_of_ranks(alone, tmp_path):
     for name in SHARDED:
@@ -172,6 +177,7 @@ def test_a_run_with_shards_of_matrices_goes_on_under_other_numbers_of_ranks(alon
         assert distance(resumed, expected[7]) < 1e-9, name
 
 
+@needs_muon
 @pytest.mark.slow
 def test_each_group_of_ranks_has_its_own_owners_of_matrices(alone, tmp_path):
     for name in SHARDED:
@@ -187,6 +193,7 @@ def test_matrices_are_divided_over_their_owners_by_elements():
     assert assign_owners([5, 5], 1) == [0, 0]
 
 
+@needs_muon
 def test_muon_is_refused_with_shards_on_the_host():
     refused = task()
     strategy = FSDPStrategy(device="cpu", offload="cpu")
@@ -194,6 +201,7 @@ def test_muon_is_refused_with_shards_on_the_host():
         strategy.prepare_optimizer(refused, SimpleNamespace(optimizer=muon(refused)))
 
 
+@needs_muon
 def test_fusion_refuses_to_shard_what_needs_full_matrices(make_trainer):
     for optimizer in (muon, muon_and_adamw):
         refused = Regression(optimizer, hidden=8)

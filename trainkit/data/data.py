@@ -165,6 +165,12 @@ class Data:
         """Return True if there is a dataset for `stage`."""
         return self.dataset(stage) is not None
 
+    def unused_sampler_seed(self) -> int | None:
+        """Return the seed of the training data's DistributedSampler, which the strategy's sampler replaces."""
+        loader = self.dataset("train")
+        sampler = loader.sampler if isinstance(loader, DataLoader) else None
+        return sampler.seed if isinstance(sampler, DistributedSampler) and sampler.shuffle else None
+
     def stage_data(self, stage: str) -> StageData:
         """Return the data of `stage`, the first of several datasets; raises UserError if it cannot be read."""
         return next(iter(self.stage_data_by_name(stage).values()))

@@ -287,10 +287,20 @@ def _prepare_data(run: Run, config: FitConfig) -> EvaluationLoop | None:
     Collective. Raises UserError if the ranks' data differ.
     """
     source = run.data.stage_data("train")
+    seed = run.seed if run.data.seed is None else run.data.seed
+    unused_seed = run.data.unused_sampler_seed()
+    if unused_seed not in (None, seed) and run.is_main:
+        logger.warning(
+            "the train DataLoader's DistributedSampler has seed=%d, but samples come in the order of seed=%d. For the "
+            "former pass Data(train=..., seed=%d).",
+            unused_seed,
+            seed,
+            unused_seed,
+        )
     run.loader = loader = open_loader(
         source,
         run.strategy,
-        seed=run.seed if run.data.seed is None else run.data.seed,
+        seed=seed,
         limit=config.overfit_batches or config.limits["train"],
         repeat_first=config.overfit_batches is not None,
     )
