@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import SequentialSampler, default_collate
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.tasks import fit as train
@@ -356,3 +357,41 @@ def test_the_weights_are_those_of_the_trainer_of_transformers(auto_class, config
     train("single", made, Data(train=rows, batch_size=4, shuffle=False), **settings)
     for (name, own), their in zip(made.model.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(own, their, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def with_prepared_masks(rows):
+    batch = default_collate(rows)
+    attends = batch["attention_mask"].bool()
+    batch["attention_mask"] = attends[:, None, None].expand(-1, 1, attends.shape[1], -1)
+    return batch
+
+
+def test_a_pipeline_trains_padded_batches_whose_masks_were_prepared_to_the_weights_of_one_device(tmp_path):
+    lengths = [4 - row % 3 for row in range(8)]
+    masks = [[int(place < length) for place in range(4)] for length in lengths]
+    ids = torch.randint(1, 32, (8, 4), generator=torch.Generator().manual_seed(1)) * torch.tensor(masks)
+    columns = {"input_ids": ids.tolist(), "attention_mask": masks, "labels": [row % 3 for row in range(8)]}
+    from datasets import Dataset
+
+    rows = Dataset.from_dict(columns).with_format("torch")
+    weights = []
+    for strategy, collate in (
+        (SingleStrategy(device="cpu"), default_collate),
+        (PipelineStrategy(device="cpu", stages=2), with_prepared_masks),
+    ):
+        config = {**BERT, **NO_DROPOUT, "num_hidden_layers": 2}
+        made = task(auto_class="AutoModelForSequenceClassification", config=config, learning_rate=1e-2)
+        data = Data(train=rows, batch_size=4, collate_fn=collate)
+        fit(made, data, strategy=strategy, tmp_path=tmp_path / type(strategy).__name__, precision="fp64")
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in made.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-9)
+
+
+def test_a_pipeline_that_meets_padded_batches_says_how_masks_are_prepared(tmp_path):
+    rows = [{"input_ids": torch.ones(4).long(), "labels": torch.tensor(0)} for _ in range(8)]
+    for number, row in enumerate(rows):
+        row["attention_mask"] = torch.tensor([1, 1, 1, int(number < 4)])  # the first batch has no padding
+    made = task(auto_class="AutoModelForSequenceClassification", config={**BERT, "num_hidden_layers": 2})
+    data = Data(train=rows, batch_size=4, shuffle=False)
+    with pytest.raises(UserError, match="masks of attention with 4 dimensions"):
+        fit(made, data, strategy=PipelineStrategy(device="cpu", stages=2), tmp_path=tmp_path)

@@ -514,7 +514,8 @@ class _StageInterpreter(TracingMode):
         expected = self._nodes[min(self.position, len(self._nodes) - 1)]
         return TraceMismatchError(
             f"the step {done}, but the traced step calls {expected} here. A pipeline needs a step that makes the "
-            "same calls for every batch. Move the branch into one module's forward, which may run any code, or "
+            "same calls for every batch. Move the branch into one module's forward, which may run any code; if it is "
+            "in a model of transformers, give it masks of attention with 4 dimensions, as in docs/integrations.md; or "
             "train with strategy=ddp."
         )
 
