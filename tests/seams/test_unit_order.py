@@ -84,6 +84,9 @@ class RunsMore(Branching):
         return loss + self.experts[1](batch[0]).square().mean() if differs else loss
 
 
+without_aborts = pytest.mark.skipif(torch.__version__ < (2, 9), reason="gloo of torch 2.8 aborts the process")
+
+
 @pytest.mark.parametrize(
     ("make_task", "units", "message"),
     [
@@ -94,8 +97,16 @@ class RunsMore(Branching):
             "rank 1 is at the forward of experts.1, where another rank is at the forward of e",
         ),
         (Branching, (), r"ranks used different parameters in step 0.*experts\.0\.weight has a gradient"),
-        (UnequalExperts, (), r"the reduction of \d+ elements"),
-        (Unconnected, (), "rank 1 is at the end, where another rank is at the reduction of"),
+        *(
+            # gloo aborts the process there.
+            pytest.param(
+                make_task, (), message, marks=pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8")
+            )
+            for make_task, message in (
+                (UnequalExperts, r"the reduction of \d+ elements"),
+                (Unconnected, "rank 1 is at the end, where another rank is at the reduction of"),
+            )
+        ),
         *(
             pytest.param(make_task, ("Linear",), message, marks=pytest.mark.slow)
             for make_task, message in (
