@@ -126,8 +126,8 @@ def load_shards(payload: dict[str, Any], folder: Path, shards: Sequence[ShardFil
                 return made[name]
             numel, last = prod(shape), sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             remaining -= numel * placeholder["dtype"].itemsize
-            # The second: strides that lead beyond the elements would read other memory.
-            if remaining < 0 or (numel and last >= numel):
+            # The others: strides that lead beyond the elements, or before them, would read other memory.
+            if remaining < 0 or (numel and last >= numel) or any(step < 0 for step in stride):
                 raise ValueError(f"{name} of {numel:,} elements is larger than its shards")
             like = torch.empty(numel, dtype=placeholder["dtype"], device="meta").as_strided(shape, stride)
             made[name] = StoredTensor(like, _chunks(metadata, name, numel, folder=folder, sizes=sizes))

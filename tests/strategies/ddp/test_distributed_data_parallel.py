@@ -587,7 +587,8 @@ def attributes_of_both() -> None:
         "join_device",
         "join_process_group",
     ):
-        assert getattr(ours, name) == getattr(stock, name), name
+        if name != "bucket_bytes_cap_list" or hasattr(stock, name):  # of torch 2.11
+            assert getattr(ours, name) == getattr(stock, name), name
     for wrapped in (ours, stock):
         wrapped(batch(0))
         assert wrapped.require_forward_param_sync
