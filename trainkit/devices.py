@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainkit.errors import UserError, nearest
 
-OLDEST_TORCH = (2, 8)
+OLDEST_TORCH = "2.8"
 """Before, the store of the ranks cannot listen on a socket that is open already."""
 
 _KINDS = ("auto", "cpu", "cuda", "mps")
@@ -40,11 +40,10 @@ _OUT_OF_MEMORY = (
 
 def check_torch() -> None:
     """Raise UserError if the installed torch is not supported."""
-    if torch.__version__ < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+    if torch.__version__ < OLDEST_TORCH:  # by numbers: 2.10 is newer
         raise UserError(
-            f"trainkit needs torch {oldest} or newer, and torch {torch.__version__} is installed; type: "
-            f"pip install 'torch>={oldest}'"
+            f"trainkit needs torch {OLDEST_TORCH} or newer, and torch {torch.__version__} is installed; type: "
+            f"pip install 'torch>={OLDEST_TORCH}'"
         )
 
 

@@ -180,5 +180,4 @@ def test_an_old_torch_is_refused_at_the_start_with_what_to_type(monkeypatch):
 
 
 def test_the_oldest_torch_is_that_of_the_requirements():
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    assert f'"torch>={oldest}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"torch>={OLDEST_TORCH}"' in (Path(__file__).parents[2] / "pyproject.toml").read_text()
