@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from trainkit.strategies.single import SingleStrategy
 from tests.equality import ConvNet, Perceptron, images, numbers
 from tests.parity.test_compare import Boasting, Corrupting, Duel, Touchy
 from trainkit import Data
+from trainkit.cli.main import main
 from trainkit.parity.compare import compare_strategies
 from trainkit.parity.trials import ParityRuns
 
@@ -198,3 +201,10 @@ def test_a_tolerance_below_rounding_is_told_with_one_that_is_not():
         "rounding",
         "step 1: rounding alone explains 1e-11 in fp64: type tolerance=1e-11.",
     )
+
+
+def test_the_page_shows_what_is_printed(capsys):
+    page = (Path(__file__).parents[2] / "docs/parity.md").read_text(encoding="utf-8")
+    command = next(line for line in page.splitlines() if line.startswith("trainkit parity recipe=image"))
+    assert main([*shlex.split(command)[1:], "steps=1", "data.num_workers=0", "data.batch_size=4"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] in page.splitlines()

@@ -81,8 +81,10 @@ class StepObserver(Callback):
             return compute(task, batch)
         if not self.record["draws"]:  # the first phase of the step: the others have the same batch
             for micro_batch in batch.micro_batches:
-                moved = to_device(micro_batch.batch, torch.device("cpu"), dtype=run.precision.batch_type)
-                self._see_samples(list(tensors_in(moved)), micro_batch.num_samples)
+                # A list: some batches of a type of their own move in place.
+                tensors = list(tensors_in(micro_batch.batch))
+                tensors = to_device(tensors, torch.device("cpu"), dtype=run.precision.batch_type)
+                self._see_samples(tensors, micro_batch.num_samples)
         before = _generators(run.strategy.devices_of_rank)
         self.is_watching = True
         try:
@@ -165,8 +167,8 @@ def explain(
 
 _DATA = Cause(
     "data",
-    "the samples of the global batch are not the same. Let a dataset's item depend only on its index and on the global "
-    "generators of python, numpy and torch, which are seeded for each sample.",
+    "the samples of the global batch are not the same. Let an item of the dataset depend on its index and on the "
+    "global generators of python, numpy and torch alone, which are seeded for each sample; draw nothing in a collate.",
 )
 _SHAPES = Cause(
     "shapes",
