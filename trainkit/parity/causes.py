@@ -121,7 +121,8 @@ def explain(
 ) -> Cause:
     """Return the first part of a step that is not that of `single`, and what to do.
 
-    `differ` says if the loss and the weights differ after the step, and `grown` if weights did nearly as much before.
+    `differ` says if the loss and the weights differ after the step, most of them `parameter`, and by `grown` if weights
+    did nearly as much before it.
     """
     samples, expected_samples = _samples(other), _samples(single)
     is_known = samples is not None and expected_samples is not None
