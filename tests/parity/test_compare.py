@@ -171,40 +171,7 @@ def test_an_unknown_strategy_is_refused_before_training():
         compare_strategies(Perceptron(), perceptron_data(), ["singel"])
 
 
-# ---- Notes, precision and phases
-
-
-def notes_of(task, data=None):
-    report = compare_strategies(task, data or perceptron_data(), ["dp"], steps=3)
-    assert not report.is_equal
-    return report.notes
-
-
-def test_batch_norm_is_noted_where_strategies_differ():
-    (note,) = notes_of(ConvNet(), Data(train=images(24), batch_size=8))
-    assert note.startswith("dropout and batch norm (network.1) depend on how a batch is split")
-
-
-def test_dropout_is_noted_where_strategies_differ():
-    class Dropping(Perceptron):
-        def build(self):
-            super().build()
-            self.drop = nn.Dropout(0.5)
-
-        def training_step(self, batch):
-            # Independent of the micro-batch, so that even replicas that take turns differ.
-            return functional.mse_loss(self.network(batch[0]) * self.drop(torch.ones(16))[0], batch[1])
-
-    (note,) = notes_of(Dropping())
-    assert "(drop)" in note
-
-
-def test_a_loss_that_is_not_a_mean_over_samples_is_a_difference_without_a_note():
-    class Summed(Perceptron):
-        def training_step(self, batch):
-            return functional.mse_loss(self.network(batch[0]), batch[1], reduction="sum")
-
-    assert notes_of(Summed(lr=0.01)) == ()
+# ---- Precision and phases
 
 
 class Duel(Perceptron):
@@ -338,7 +305,7 @@ def test_the_report_is_a_table_and_json():
     assert lines[0].split()[:5] == ["strategy", "layout", "loss", "gradient", "norm"]
     assert lines[0].endswith("verdict")
     assert [line.split()[0] for line in lines[2:4]] == ["single", "dp"]
-    assert lines[4].startswith("not equal: 2 steps in fp64") and lines[5].startswith("note: dropout and batch norm")
+    assert lines[4].startswith("not equal: 2 steps in fp64") and lines[5].startswith("dp: step 1: ")
     read = json.loads(report.as_json())
     assert read["rows"][1]["weights"]["parameter"] == report.rows[1].weights.parameter and read["is_equal"] is False
 
@@ -478,7 +445,7 @@ def test_devices_are_ranks_replicas_or_stages_of_strategies_that_are_named():
 
 def test_assert_strategies_equal_shows_the_table_and_the_cause():
     assert assert_strategies_equal(Perceptron(), perceptron_data(), ["dp"]).is_equal
-    with pytest.raises(AssertionError, match=r"(?s)do not agree.*dp .*different.*batch norm"):
+    with pytest.raises(AssertionError, match=r"(?s)do not agree.*dp .*different.*BatchNorm2d"):
         assert_strategies_equal(ConvNet(), Data(train=images(24), batch_size=8), ["dp"])
 
 

@@ -18,13 +18,10 @@ from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
-from torch import Tensor, nn
-
-# Private: the common classes of batch norms and of dropouts in all dimensions have no public names.
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch import Tensor
 
 from trainkit.errors import UserError
+from trainkit.parity.causes import Cause, Records, explain
 from trainkit.parity.trials import (
     REFERENCE,
     ParityRun,
@@ -52,7 +49,6 @@ _SECOND_PRECISION = "fp32"  # for tasks that do not compute in the first
 _NORM_SLACK = 10  # a norm is a long fp32 sum, which some strategies add up more exactly than others
 _SMALLEST_SCALE = 0.01  # of a parameter, relative to the largest weight of the task: biases begin at zero
 _WARM_UP_STEPS = 2  # not counted in the time of a step
-_MAX_NAMES = 4  # of modules in a note
 _EVALUATION_SETTINGS = ("evaluate_every", "num_sanity_batches")  # of the Trainer
 
 Make = Callable[[], Any]
@@ -83,6 +79,8 @@ class ParityRow:
     bytes_a_step: int | None = None
     """Bytes that a rank sends in a step, where the strategy reports them."""
     error: str = ""
+    cause: Cause | None = None
+    """Of a strategy that is `different`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class ParityReport:
     precision: str
     tolerance: float
     notes: tuple[str, ...] = ()
-    """Notes on the precision of the task, and on modules that explain a difference."""
+    """Notes on the precision of the task."""
 
     @property
     def is_equal(self) -> bool:
@@ -106,7 +104,7 @@ class ParityReport:
         return json.dumps(_without_nan({**asdict(self), "is_equal": self.is_equal}), indent=2, allow_nan=False)
 
     def as_table(self) -> str:
-        """Return the report as text: a row for each strategy, then the notes."""
+        """Return the report as text: a row for each strategy, then the causes of differences, then the notes."""
         head = ("strategy", "layout", "loss", "gradient norm", "weights", "where", "ms a step", "MB a step", "verdict")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
@@ -116,6 +114,7 @@ class ParityReport:
         tolerance = f"tolerance {self.tolerance:.0e} relative to single"
         lines.append(f"{kind}: {self.steps} steps in {self.precision}, {tolerance}")
         lines += [f"{row.strategy} failed: {row.error}" for row in self.rows if row.error]
+        lines += [f"{row.strategy}: {row.cause.text}" for row in self.rows if row.cause]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -147,12 +146,8 @@ def compare_strategies(
         runs = ParityRuns(make_task, make_data, Path(folder), steps=steps, settings=dict(trainer or {}))
         runs, single, limit, notes = _reference(runs, device)
         limit = limit if tolerance is None else tolerance
-        comparison = _Comparison(runs, single, tolerance=limit)
-        reference = comparison.row(REFERENCE, single, verdict="reference")
-        rows = [reference, *(comparison.attempt(name, strategy) for name, strategy in chosen)]
-        # Only then: without a difference there is nothing to explain.
-        if any(row.verdict == "different" for row in rows):
-            notes += _expected_differences(runs.task())
+        comparison = _Comparison(runs, single, tolerance=limit, device=device)
+        rows = [comparison.reference(), *(comparison.attempt(name, strategy) for name, strategy in chosen)]
     return ParityReport(tuple(rows), steps, runs.precision, limit, tuple(notes))
 
 
@@ -225,8 +220,10 @@ def assert_resume_exact(
 class _Comparison:
     """Compares every run with the one of `single`."""
 
-    def __init__(self, runs: ParityRuns, single: ParityRun, *, tolerance: float) -> None:
-        self._runs, self._single, self._tolerance = runs, single, tolerance
+    def __init__(self, runs: ParityRuns, single: ParityRun, *, tolerance: float, device: str) -> None:
+        self._runs, self._single, self._tolerance, self._device = runs, single, tolerance, device
+        self._limits = {"loss": tolerance, "grad_norm": _NORM_SLACK * tolerance, "weights": tolerance}
+        self._observed: dict[int, Records] = {}  # by step, of `single`
         self._parameters = [name for name, _ in runs.task().named_parameters()]
         # By phase, the largest loss of the run: the relative difference of a loss near 0 would be that of rounding.
         self._loss_scales: dict[str, float] = {}
@@ -234,22 +231,67 @@ class _Comparison:
             for phase, loss in single.step(step)["losses"].items():
                 self._loss_scales[phase] = max(self._loss_scales.get(phase, 0.0), abs(loss))
 
+    def reference(self) -> ParityRow:
+        """Return the row of `single`."""
+        return self._row(REFERENCE, self._single, *self._differences(self._single), verdict="reference")
+
     def attempt(self, name: str, strategy: Strategy) -> ParityRow:
         """Train under a strategy and return its row, also when that fails."""
+        try:
+            # Before it is used: a strategy has the state of the run that it was used for.
+            unused = copy.deepcopy(strategy)
+        # A process group cannot be copied.
+        except Exception:
+            unused = None
         try:
             run = self._runs.train(name, strategy)
         # Any failure is a row of the table: the other strategies are still compared.
         except Exception as error:
             return ParityRow(name, "failed", error=f"{type(error).__name__}: {error}")
-        row = self.row(name, run, verdict="equal")
+        differences, seconds = self._differences(run)
         # NaN compares false, so it is never equal.
-        norms_are_equal = row.grad_norm.value <= _NORM_SLACK * self._tolerance
-        if norms_are_equal and row.loss.value <= self._tolerance and row.weights.value <= self._tolerance:
-            return row
-        return replace(row, verdict="different")
+        steps = [each.step for kind, found in differences.items() for each in found if self._is_beyond(each, kind)]
+        if not steps:
+            return self._row(name, run, differences, seconds, verdict="equal")
+        row = self._row(name, run, differences, seconds, verdict="different")
+        return replace(row, cause=self._cause(name, unused, differences, min(steps)))
 
-    def row(self, name: str, run: ParityRun, *, verdict: str) -> ParityRow:
-        """Return the largest differences over all steps, of equal ones the first."""
+    def _is_beyond(self, difference: Difference, kind: str) -> bool:
+        return not difference.value <= self._limits[kind]
+
+    def _cause(
+        self, name: str, strategy: Strategy | None, differences: dict[str, list[Difference]], step: int
+    ) -> Cause:
+        """Return the cause of the difference at the first step that has one; trains again up to it."""
+        at_step = {kind: [each for each in found if each.step == step] for kind, found in differences.items()}
+        weights = max(at_step["weights"], key=_order)
+        if step == 0:
+            return Cause("weights", f"before the first step: {weights.parameter} is not that of {REFERENCE}.")
+        rounding = TOLERANCES[self._runs.precision]
+        if max(_order(each) for found in at_step.values() for each in found) <= rounding:
+            text = f"step {step}: rounding alone explains {rounding:.0e} in {self._runs.precision}: type tolerance="
+            return Cause("rounding", f"{text}{rounding:.0e}.")
+        limit = max(self._tolerance, rounding)
+        differ = {kind: any(self._is_beyond(each, kind) for each in found) for kind, found in at_step.items()}
+        before = (_order(each) for each in differences["weights"] if each.step == step - 1)
+        differ["grown"] = max(before, default=0.0) > limit / 10
+        try:
+            if strategy is None:
+                raise UserError("the strategy cannot be copied")
+            if step not in self._observed:
+                again = make_strategy(REFERENCE, 1, self._device)
+                self._observed[step] = self._runs.observe(REFERENCE, again, step)
+            observed = self._runs.observe(name, strategy, step)
+            cause = explain(
+                self._observed[step], observed, strategy=name, limit=limit, differ=differ, parameter=weights.parameter
+            )
+        # The comparison is made: a step that cannot be observed must not lose it.
+        except Exception as error:
+            cause = Cause("unknown", f"the cause is not told, as observing failed: {type(error).__name__}: {error}")
+        return replace(cause, text=f"step {step}: {cause.text}")
+
+    def _differences(self, run: ParityRun) -> tuple[dict[str, list[Difference]], list[float]]:
+        """Return the differences of all steps by kind, and the seconds of each step."""
         losses, norms, weights = [Difference()], [Difference()], [Difference()]
         seconds = []
         for step in range(self._runs.steps + 1):
@@ -263,11 +305,24 @@ class _Comparison:
                     pair = record["norms"][phase], expected["norms"][phase]
                     norms.append(_numbers(*pair, scale=abs(pair[1]), step=step, phase=phase))
                 seconds.append(record["seconds"])
+        return {"loss": losses, "grad_norm": norms, "weights": weights}, seconds
+
+    def _row(
+        self,
+        name: str,
+        run: ParityRun,
+        differences: dict[str, list[Difference]],
+        seconds: list[float],
+        *,
+        verdict: str,
+    ) -> ParityRow:
+        """Return the largest differences over all steps, of equal ones the first."""
         # NaN sorts above every number, or max could pass over it.
-        loss, norm, weight = (max(differences, key=_order) for differences in (losses, norms, weights))
+        loss, norm, weight = (max(differences[kind], key=_order) for kind in ("loss", "grad_norm", "weights"))
         # The median, since single steps wait for the system.
         timed = sorted(seconds[_WARM_UP_STEPS:] or seconds)
-        return ParityRow(name, verdict, run.layout, loss, norm, weight, timed[len(timed) // 2], run.bytes_a_step)
+        median = timed[len(timed) // 2]
+        return ParityRow(name, verdict, run.layout, loss, norm, weight, median, run.bytes_a_step)
 
     def _weights(self, actual: dict[str, Tensor], expected: dict[str, Tensor], step: int) -> Iterator[Difference]:
         sizes = {name: _size(expected[name]) for name in self._parameters}
@@ -297,21 +352,6 @@ def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, fl
         note = f"tolerance of {_SECOND_PRECISION}, in which the task computes its losses"
         return precise, run, TOLERANCES[_SECOND_PRECISION], [note]
     return precise, run, DEFAULT_TOLERANCE, []
-
-
-def _expected_differences(task: TaskModule) -> list[str]:
-    """Return a note on the modules whose results depend on how a batch is split."""
-
-    def depends(module: nn.Module) -> bool:
-        return isinstance(module, _BatchNorm) or (isinstance(module, _DropoutNd) and module.p > 0)
-
-    names = [name for name, module in task.named_modules() if depends(module)]
-    shown = ", ".join(names[:_MAX_NAMES]) + (" and more" if len(names) > _MAX_NAMES else "")
-    note = (
-        f"dropout and batch norm ({shown}) depend on how a batch is split over ranks and micro-batches, so that "
-        "a difference is expected. Set p=0, or use GroupNorm or LayerNorm, to compare."
-    )
-    return [note] if names else []
 
 
 def _cells(row: ParityRow) -> tuple[str, ...]:

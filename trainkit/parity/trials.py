@@ -20,6 +20,7 @@ from trainkit.callback import Callback
 from trainkit.distributed.pickling import copied
 from trainkit.errors import UserError
 from trainkit.optim.precision import Precision
+from trainkit.parity.causes import Records, StepObserver
 from trainkit.rng import seed_everything
 from trainkit.run import Run
 from trainkit.strategy import Strategy
@@ -102,14 +103,25 @@ class ParityRuns:
         """Train and record every step."""
         folder = self._folder / name
         folder.mkdir()
+        self.fit(name, strategy, callbacks=[_StepRecorder(folder)], **self._logged)
+        # From a file, since the recorder of rank 0 may be a copy in another process.
+        report = json.loads((folder / "strategy.json").read_text())
+        return ParityRun(folder, report["layout"], report["bytes_a_step"], self.steps)
+
+    def observe(self, name: str, strategy: Strategy, step: int) -> Records:
+        """Train up to a step as `train` does, and return what each rank has observed in it."""
+        path = self._folder / f"step {step} of {name}.pt"
+        self.fit(f"{name} up to step {step}", strategy, callbacks=[StepObserver(step, path)], **self._logged)
+        records: Records = torch.load(path, weights_only=True)
+        return records
+
+    @property
+    def _logged(self) -> dict[str, Any]:
         # A limit logs the gradient norm; one of infinity changes nothing.
         limited = any(self._settings.get(limit) is not None for limit in ("max_grad_norm", "max_grad_value"))
         norm: dict[str, Any] = {} if limited else {"max_grad_norm": math.inf}
         # Every step is logged, as the recorder takes losses and norms from the log.
-        self.fit(name, strategy, callbacks=[_StepRecorder(folder)], log_every="1step", **norm)
-        # From a file, since the recorder of rank 0 may be a copy in another process.
-        report = json.loads((folder / "strategy.json").read_text())
-        return ParityRun(folder, report["layout"], report["bytes_a_step"], self.steps)
+        return {"log_every": "1step", **norm}
 
     def fit(
         self, name: str, strategy: Strategy, *, callbacks: list[Callback], resume: bool = False, **more: Any
