@@ -186,6 +186,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._make_reducer(untrained={"frozen parameter": frozen, "buffer": buffers})
         broadcast([tensor for _, tensor in [*self._named_parameters(), *buffers]], self.process_group)
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The older name of `forward_sync_buffers`; before torch 2.13 the base class has an attribute of its own."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
     # ---- Forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
