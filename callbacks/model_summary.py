@@ -96,6 +96,13 @@ def _costs(cost: StepCost | None, name: str) -> list[str]:
     return [] if cost is None else [short(cost.flops[name]), size(cost.saved_bytes[name])]
 
 
+def _steps(run: Run) -> str:
+    if run.max_steps is not None:
+        return f"{run.max_steps:,}"
+    has_length = run.loader is None or run.loader.epoch_length is not None
+    return "until the time limit" if has_length else "not known, as the data has no length"
+
+
 def _header(run: Run) -> list[tuple[str, str]]:
     strategy = run.strategy
     rows = [
@@ -103,7 +110,7 @@ def _header(run: Run) -> list[tuple[str, str]]:
         ("strategy", f"{type(strategy).__name__} on {strategy.device}"),
         ("precision", run.precision.name),
         ("batches", "pre-batched" if run.plan is None else f"{run.plan}; the same global batch on any devices"),
-        ("steps", "until the time limit" if run.max_steps is None else f"{run.max_steps:,}"),
+        ("steps", _steps(run)),
         ("run folder", "none (nothing is written)" if run.run_dir is None else str(run.run_dir)),
     ]
     rates = [rate for phase_optimizer in run.phase_optimizers for rate in phase_optimizer.initial_learning_rates()]

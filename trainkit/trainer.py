@@ -512,7 +512,7 @@ def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:
 
 
 def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path | None:
-    """Return the path of a run folder or checkpoint, fetched if it is in a store; raises UserError if there is none.
+    """Return the path of a run folder, a checkpoint or `RUN/best`, fetched from a store; raises UserError without one.
 
     One of the run `remote`, which continues, is fetched into the folder of that run.
     """
@@ -526,8 +526,11 @@ def _checked(path: str | Path | None, remote: RemoteRun | None = None) -> Path |
         return fetch(check_url(path), continues=remote)
     from trainkit.checkpoint.store import resolve
 
+    path = Path(path)
+    if path.name == "best" and not path.exists():
+        return resolve(path.parent, "best")
     resolve(path)
-    return Path(path)
+    return path
 
 
 def _interrupt_hint(location: Path | str | None, resume_command: Callable[[Path | str], str]) -> str:

@@ -14,7 +14,8 @@ from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.callbacks.early_stopping import EarlyStopping
 from trainkit.strategies.single import SingleStrategy
 
-from tests.tasks import EachStep
+from tests.tasks import EachStep, Regression, regression_data
+from trainkit import Data
 from trainkit.callback import Callback
 from trainkit.checkpoint import store as store_module
 from trainkit.checkpoint.store import CheckpointStore
@@ -384,3 +385,17 @@ def handlers_are_restored() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_best_checkpoint_of_a_run_has_the_name_best_in_python_too(make_trainer, tmp_path):
+    data = Data(train=regression_data(8), validation=regression_data(8, seed=1), batch_size=4)
+    task = Regression(lambda task: torch.optim.SGD(task.parameters(), lr=0.5))
+    checkpoint = Checkpoint(every="1step", monitor="validation/loss", save_last_k=None)
+    settings = {"max_duration": "4step", "evaluate_every": "1step", "run_dir": tmp_path / "run"}
+    make_trainer(callbacks=[checkpoint], **settings).fit(task, data)
+    metrics = [
+        entry.metrics["validation/loss"] for entry in CheckpointStore(tmp_path / "run" / "checkpoints").entries()
+    ]
+    assert len(set(metrics)) > 1
+    found = make_trainer().validate(task, data, checkpoint=tmp_path / "run" / "best")
+    assert found["validation/loss"] == pytest.approx(min(metrics), rel=1e-6)

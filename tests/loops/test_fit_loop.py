@@ -1,6 +1,7 @@
 """The control flow of training: which moments come when, and what happens after an error."""
 
 import logging
+import signal
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.tasks import (
     on_cpu,
     regression_data,
 )
-from trainkit import Callback, Data, TaskModule, UserError
+from trainkit import Callback, Data, Stopped, TaskModule, UserError
 
 
 def data(**settings):
@@ -263,6 +264,23 @@ def test_the_seed_of_a_sampler_that_is_replaced_is_named_where_the_order_has_ano
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0, seed=seed)
     make_trainer(seed=0).fit(Regression(), DataLoader(dataset, batch_size=4, sampler=sampler))
     assert ("has seed=7, but samples come in the order of seed=0" in caplog.text) == (seed == 7)
+
+
+def test_a_signal_in_the_evaluation_after_the_last_step_decides_how_the_run_ends(make_trainer):
+    class Stopping(Regression):
+        def validation_step(self, batch):
+            signal.raise_signal(signal.SIGTERM)
+            return super().validation_step(batch)
+
+    with pytest.raises(Stopped) as stopped:
+        make_trainer(max_duration="2step", evaluate_every="2step").fit(Stopping(), data(validation=VALIDATION))
+    assert stopped.value.signal_name == "SIGTERM" and stopped.value.code == 128 + signal.SIGTERM
+
+
+def test_an_attribute_of_a_dataset_that_is_called_order_is_its_own_affair(make_trainer):
+    dataset = regression_data(12)
+    dataset.order = [2, 1, 0]
+    make_trainer(max_duration="1step").fit(Regression(), Data(train=dataset, batch_size=4))
 
 
 def test_nothing_is_logged_when_nothing_happens(make_trainer, caplog):

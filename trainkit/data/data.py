@@ -399,7 +399,7 @@ def _check_weights(data: StageData, num_weights: int) -> None:
         "a pre-batched dataset; set batch_size and give single samples": data.batch_size is None,
         f"the sampler {sampler}, which draws the samples; remove one of them": data.sampler is not None,
         "lengths, which give each sample once an epoch; remove one of them": data.lengths is not None,
-        f"{dataset}, which has its own order": hasattr(data.dataset, "order"),
+        f"{dataset}, which has its own order": callable(getattr(data.dataset, "order", None)),
         "shuffle=False: draws are random; set shuffle=True": not data.shuffle,
     }
     for conflict, applies in conflicts.items():

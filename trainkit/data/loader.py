@@ -832,8 +832,8 @@ def make_order(stage_data: StageData, *, seed: int) -> Order:
     if stage_data.sample_weights is not None:
         return WeightedOrder(stage_data.sample_weights, stage_data.num_items, seed=seed)
     order_of_dataset = getattr(stage_data.dataset, "order", None)
-    # An evaluation reads each sample once, in the order of the dataset.
-    if order_of_dataset is not None and stage_data.stage == "train":
+    # Callable, as a dataset may have a list of this name. An evaluation reads each sample once, in the dataset's order.
+    if callable(order_of_dataset) and stage_data.stage == "train":
         order: Order = order_of_dataset(seed=seed, shuffle=shuffle)
         return order
     return GlobalOrder(stage_data.num_items, seed=seed, shuffle=shuffle)

@@ -227,11 +227,15 @@ class FitLoop:
             if not run.strategy.comm.should_stop(requested, seconds=seconds):
                 return False
         self._is_stopping = True  # should_stop asks only now and then; its next answer may be False
-        # A signal goes before a requested stop: it decides the exit code.
-        if run.sync_stop_signal() and run.stopped_by is not None:
-            run.stop_reason = run.stopped_by.name
+        self._sync_signal()
         run.request_stop("another rank was asked to stop")  # keeps this rank's reason if it has one
         return True
+
+    def _sync_signal(self) -> None:
+        """Let a signal be the reason of the stop, before any other: it decides the exit code. Collective."""
+        run = self._run
+        if run.sync_stop_signal() and run.stopped_by is not None:
+            run.stop_reason = run.stopped_by.name
 
     def _make_step(self) -> TrainStep:
         """Compose the step once, so that options that are off cost nothing."""
@@ -303,6 +307,7 @@ class FitLoop:
             self._evaluated_step = run.state.step
             if metrics is None:
                 self._is_stopping = True
+                self._sync_signal()  # after the last step no other comes to ask for it
                 return
             run.state.evaluation_due = False
             for phase_optimizer in run.phase_optimizers:
