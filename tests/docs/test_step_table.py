@@ -15,6 +15,7 @@ from tests.seams.test_sharded_parameters import Functional
 from tests.seams.training import BOUND, WIDTH, Layers, difference, trained
 from trainkit.errors import UserError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 PAGE = Path(__file__).parents[2] / "docs/step.md"
 
 
@@ -40,7 +41,7 @@ class WithLBFGS(Layers):
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-STARTED = {"LBFGS": "pipeline", "a running mean": "ddp", "`functional_call`": "ddp", "sparse gradients": "pipeline"}
+STARTED = {"a running mean": "ddp", "`functional_call`": "ddp", "sparse gradients": "pipeline"}
 TRIALS = {
     "a buffer with a row": BufferByRows,
     "tensors in an attribute": AttributeFromTheBeginning,
