@@ -209,8 +209,8 @@ def _collectives(backend):
 def test_collectives_on_the_device(backend):
     for rank, (early, *found) in enumerate(run_ranks(_collectives, 2, backend, timeout=60)):
         assert found == [[3.0] * 4, [0.0, 0.0, 1.0, 1.0], [1.0] * 2, [4.0] * 2]
-        # What does not wait for the work has not seen it, unless the policy of the session runs all at once.
-        assert early in ([rank + 1.0] * 4, [3.0] * 4)
+        # What does not wait for the work sees any part of it: none under late policies.
+        assert set(early) <= {rank + 1.0, 3.0}
 
 
 def _sent_in_a_ring():

@@ -298,6 +298,15 @@ class Unfreezes(Layers):
         return super().training_step(batch)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_parameters_that_a_setting_freezes_stay_as_they_are(strategy):
+    task, frozen = Layers(), ["a.weight", "b.*"]
+    before = {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
+    weights = trained(strategy, task, freeze=frozen)
+    kept = {name for name in before if torch.equal(weights[name], before[name])}
+    assert kept == {"a.weight", "b.weight", "b.bias"} and all(p.requires_grad for p in task.parameters())
+
+
 @pytest.mark.parametrize("units", [("Linear",), ()], ids=["units", "one unit"])
 def test_a_step_that_begins_to_train_a_parameter_is_refused(units, monkeypatch):
     use(monkeypatch, units)

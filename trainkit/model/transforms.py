@@ -49,13 +49,13 @@ class ModelTransforms:
         """
         to_freeze = self._to_freeze(task)
         # Only these are unfrozen at the end: others the user has frozen.
-        frozen = [parameter for parameter in to_freeze if parameter.requires_grad]
+        frozen = {name: parameter for name, parameter in to_freeze.items() if parameter.requires_grad}
         checkpointed = [(module, type(module)) for module in self._checkpointed(task)]
         release_norms: list[Callable[[bool], None]] = []
         # One subclass for each class: modules of the same type must keep the same type.
         checkpointing = {kind: _checkpointing(kind) for kind in {kind for _, kind in checkpointed}}
         try:
-            for parameter in frozen:
+            for parameter in frozen.values():
                 parameter.requires_grad_(False)
             for module, kind in checkpointed:
                 module.__class__ = checkpointing[kind]
@@ -67,7 +67,9 @@ class ModelTransforms:
                         "sync_batch_norm=true works on CUDA devices only; set trainer.sync_batch_norm=false."
                     )
                 nn.SyncBatchNorm.convert_sync_batchnorm(task)
-            for norm in frozen_batch_norms(task, to_freeze, self.freeze):  # after the conversion, which replaces them
+            for norm in frozen_batch_norms(
+                task, [*to_freeze.values()], self.freeze
+            ):  # after the conversion, which replaces them
                 release_norms.append(freeze_statistics(norm))
             yield
         finally:
@@ -76,15 +78,17 @@ class ModelTransforms:
                 release(task.training)
             for module, kind in checkpointed:
                 module.__class__ = kind
-            for parameter in frozen:
-                parameter.requires_grad_(True)
+            # By name: under fsdp the task may have shards in their place.
+            for name, parameter in task.named_parameters():
+                if name in frozen:
+                    parameter.requires_grad_(True)
 
-    def _to_freeze(self, task: nn.Module) -> list[nn.Parameter]:
+    def _to_freeze(self, task: nn.Module) -> dict[str, nn.Parameter]:
         named = dict(task.named_parameters())
         chosen = _matching("freeze", self.freeze, named, "parameter", matches)
         if self.freeze and not any(p.requires_grad for name, p in named.items() if name not in chosen):
             raise UserError(f"freeze={list(self.freeze)} leaves no parameter to train.")
-        return list(chosen.values())
+        return chosen
 
     def _checkpointed(self, task: nn.Module) -> list[nn.Module]:
         named = {name: module for name, module in task.named_modules() if name}
