@@ -129,6 +129,18 @@ def test_parameters_that_a_step_unfreezes_are_refused_in_this_step(strategy):
         trained(strategy, UnfrozenInTheStep())
 
 
+class UnfrozenInEveryStep(Frozen):
+    def training_step(self, batch):
+        self.a.requires_grad_(True)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("make_task", [UnfrozenInTheStep, UnfrozenInEveryStep])
+def test_parameters_that_a_step_of_a_pipeline_unfreezes_are_refused(make_task):
+    with pytest.raises(UserError, match=r"the step has unfrozen a\.weight.*in a callback's on_step_end"):
+        trained("pipeline", make_task())
+
+
 def test_parameters_unfrozen_before_the_first_step_are_trained_with_the_whole_batch():
     class Early(Frozen):
         def change(self, step, optimizer):

@@ -68,6 +68,7 @@ class StageExecutor:
         traced: Signature,
         device: torch.device,
         attributes: StageAttributes | None = None,
+        trains_all: bool = False,
     ):
         traced_shapes: Shapes = [value.shape for value in graph.values]
         self.graph = graph
@@ -93,6 +94,7 @@ class StageExecutor:
             for name, (first, shape, dtype) in graph.left_in.items()
         ]
         self._attributes = attributes
+        self._trains_all = trains_all  # and not only the parameters of a phase
         self._reset = [place_of(task, name) for name in graph.reset]
         written = [name for name in sorted(graph.written) if _is_saved_before_write(graph, task, name)]
         self._written = [place_of(task, name) for name in written]
@@ -149,6 +151,8 @@ class StageExecutor:
                 raise
             else:
                 interpreter.check_end()
+                if self._trains_all:
+                    self._check_not_unfrozen(interpreter.requires_grad)
         if self.graph.numbers is not None:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
             interpreter.values[self.graph.numbers] = numbers
@@ -175,6 +179,16 @@ class StageExecutor:
                 if table.get(key) is placeholder:  # else the step has assigned something of its own
                     del table[key]
                     table.update(former_item)
+
+    def _check_not_unfrozen(self, before: Mapping[nn.Parameter, bool]) -> None:
+        """Raise UserError if the step has left a parameter unfrozen, whose stage computes no gradient for it."""
+        for name, (table, key) in self._places.items():
+            parameter = table.get(key)
+            if isinstance(parameter, nn.Parameter) and not before.get(parameter, True) and parameter.requires_grad:
+                raise UserError(
+                    f"the step has unfrozen {name}, which strategy=pipeline does not support in a step. Unfreeze it in "
+                    "a callback's on_step_end or on_fit_start, or set strategy=single."
+                )
 
     def as_one_stage(self, task: nn.Module, *, rank: int) -> StageExecutor:
         """Return the executor of the whole step as one stage, on `rank`."""

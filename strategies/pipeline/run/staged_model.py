@@ -203,7 +203,15 @@ class StagedModel:
             bounds = partition.bounds(len(graph.nodes))
             ranks = [index % num_ranks for index in range(len(bounds))]
             stages = stage_graphs(graph, bounds, ranks)
-            self.steps[name] = StageExecutor(graph, task, stages, traced=traced, device=device, attributes=attributes)
+            self.steps[name] = StageExecutor(
+                graph,
+                task,
+                stages,
+                traced=traced,
+                device=device,
+                attributes=attributes,
+                trains_all=name == step_key("", "training_step"),
+            )
         return self.placement
 
     def add_step(
