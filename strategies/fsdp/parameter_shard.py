@@ -97,7 +97,8 @@ class _GuardedShard(DTensor):
     def __torch_dispatch__(  # type: ignore[override] # torch calls it as this
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _check(function, args, kwargs)
+        if _uses_values(function):
+            raise refusal(*_shards_in(args, kwargs))
         return super().__torch_dispatch__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def _refuse(self, *args: Any) -> Any:
@@ -133,7 +134,9 @@ class _Guard(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        _check(function, args, kwargs)
+        shards = _shards_in(args, kwargs)
+        if shards and _uses_values(function):
+            raise refusal(*shards)
         return function(*args, **(kwargs or {}))
 
 
@@ -179,14 +182,13 @@ class _Replaced(nn.Parameter):
         raise refusal(*(tensor for tensor in tensors_in([args, kwargs]) if type(tensor) is _Replaced))
 
 
-def _check(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Raise UserError if the operation uses the values of a shard."""
+def _uses_values(operation: Any) -> bool:
     name = operation.overloadpacket.__name__
-    if name.endswith("_like") or name.startswith("new_"):
-        return
-    shards = [tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, _GuardedShard)]
-    if shards:
-        raise refusal(*shards)
+    return not (name.endswith("_like") or name.startswith("new_"))
+
+
+def _shards_in(*arguments: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(arguments) if isinstance(tensor, _GuardedShard)]
 
 
 def _set_class(tensor: Any, kind: type[Tensor]) -> None:

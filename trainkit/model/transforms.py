@@ -67,9 +67,8 @@ class ModelTransforms:
                         "sync_batch_norm=true works on CUDA devices only; set trainer.sync_batch_norm=false."
                     )
                 nn.SyncBatchNorm.convert_sync_batchnorm(task)
-            for norm in frozen_batch_norms(
-                task, [*to_freeze.values()], self.freeze
-            ):  # after the conversion, which replaces them
+            parameters = list(to_freeze.values())
+            for norm in frozen_batch_norms(task, parameters, self.freeze):  # after the conversion, which replaces them
                 release_norms.append(freeze_statistics(norm))
             yield
         finally:

@@ -151,7 +151,7 @@ class StageExecutor:
                 raise
             else:
                 interpreter.check_end()
-                if self._trains_all:
+                if self._trains_all and interpreter.requires_grad:  # few steps change it: this is in every micro-batch
                     self._check_not_unfrozen(interpreter.requires_grad)
         if self.graph.numbers is not None:
             numbers = torch.tensor(interpreter.numbers, dtype=torch.int64, device=self.device)
@@ -180,11 +180,14 @@ class StageExecutor:
                     del table[key]
                     table.update(former_item)
 
-    def _check_not_unfrozen(self, before: Mapping[nn.Parameter, bool]) -> None:
-        """Raise UserError if the step has left a parameter unfrozen, whose stage computes no gradient for it."""
+    def _check_not_unfrozen(self, former: Mapping[nn.Parameter, bool]) -> None:
+        """Raise UserError if the step has left a parameter unfrozen, for which its stage computes no gradient.
+
+        `former` has `requires_grad` as it was before the step, of the parameters for which the step has set it.
+        """
         for name, (table, key) in self._places.items():
             parameter = table.get(key)
-            if isinstance(parameter, nn.Parameter) and not before.get(parameter, True) and parameter.requires_grad:
+            if isinstance(parameter, nn.Parameter) and not former.get(parameter, True) and parameter.requires_grad:
                 raise UserError(
                     f"the step has unfrozen {name}, which strategy=pipeline does not support in a step. Unfreeze it in "
                     "a callback's on_step_end or on_fit_start, or set strategy=single."
