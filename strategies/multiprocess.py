@@ -45,7 +45,7 @@ from trainkit.distributed.launcher import RankEnvironment, environment_of_caller
 from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import fresh_store, store_of_environment, variables_of_task
 from trainkit.errors import UserError
-from trainkit.metrics.step_output import StepOutput, read_training_output
+from trainkit.metrics.step_output import StepOutput
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.failure import phase_in
@@ -378,6 +378,9 @@ class MultiProcessStrategy(Strategy):
         self._synchronize_buffers()
         return outputs
 
+    def _is_plain_step(self, batch: StepBatch) -> bool:
+        return False  # a bucket or a shard would take the gradient for that of the step
+
     def _begin_buffers(self) -> None:
         """Keep what the step may change in buffers that are merged at its end."""
         if self._buffers is not None and self.comm.world_size > 1:
@@ -421,9 +424,7 @@ class MultiProcessStrategy(Strategy):
         try:
             for micro_batch in batch.micro_batches:
                 with self.no_sync():
-                    with self.precision.forward():
-                        returned = task.training_step(micro_batch.batch)
-                    output = read_training_output(returned, micro_batch.num_samples, task, of=batch.num_samples)
+                    output = self._training_output(task, micro_batch, batch)
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)
         except RuntimeError as error:

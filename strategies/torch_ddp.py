@@ -94,10 +94,13 @@ class TorchDDPStrategy(MultiProcessStrategy):
             gradients.last = self._move(self._batch_of_any_rank(gradients.last))
         self._has_stepped = True
         with self.comm.waiting(f"forward and backward of step {self._steps}"):
-            outputs = super().forward_backward(gradients.task, batch)
+            outputs = super().forward_backward(task, batch)
         if gradients.times is not None:
             gradients.times.add_previous_step()
         return outputs
+
+    def _run_step(self, task: TaskModule, batch: Any) -> Any:
+        return self.gradients.wrapped(batch)
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""
@@ -146,26 +149,21 @@ class TorchSum(GradientSum):
         """This rank's most recent batch."""
         self.times: ReducerTimes | None = None
         self._backward = backward
-        self._task: _WrappedTask | None = None
+        self._wrapped: DistributedDataParallel | None = None
 
     def use(self, wrapped: DistributedDataParallel) -> None:
         """Sum by this wrapper from now on."""
         self.close()
-        self._task = _WrappedTask(wrapped)
+        self._wrapped = wrapped
 
     def close(self) -> None:
-        self._task, self.last, self.times = None, None, None  # times measure a wrapper that is replaced
-
-    @property
-    def task(self) -> _WrappedTask:
-        """The task whose training step runs through the wrapper."""
-        assert self._task is not None, "prepare_optimizer comes first"
-        return self._task
+        self._wrapped, self.last, self.times = None, None, None  # times measure a wrapper that is replaced
 
     @property
     def wrapped(self) -> DistributedDataParallel:
-        """PyTorch's wrapper."""
-        return self.task.wrapped
+        """PyTorch's wrapper, whose forward is the task's training step."""
+        assert self._wrapped is not None, "prepare_optimizer comes first"
+        return self._wrapped
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.wrapped.no_sync()
@@ -182,7 +180,7 @@ class TorchSum(GradientSum):
 
     def start_overlap_profile(self) -> None:
         """Start to measure every step with PyTorch's Reducer."""
-        if self._task is not None and self.wrapped.process_group.size() > 1:
+        if self._wrapped is not None and self.wrapped.process_group.size() > 1:
             self.times = ReducerTimes(self.wrapped)
 
     def stop_overlap_profile(self, steps: int) -> Overlap | None:
@@ -206,18 +204,6 @@ class _TrainingStep(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         return self.task.training_step(batch)
-
-
-class _WrappedTask(TaskModule):
-    """A task whose training step runs through PyTorch's wrapper."""
-
-    def __init__(self, wrapped: DistributedDataParallel) -> None:
-        super().__init__()
-        self.wrapped = wrapped
-        self.loss_reduction = wrapped.module.task.loss_reduction
-
-    def training_step(self, batch: Any) -> Any:
-        return self.wrapped(batch)
 
 
 class ReducerTimes:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import builtins
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, is_dataclass
-from functools import cache
-from inspect import get_annotations, getmro, signature
+from functools import cache, wraps
+from inspect import Parameter, get_annotations, getmro, signature, unwrap
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, cast, get_args, get_origin
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, Unit
 
@@ -40,6 +40,36 @@ _BOUNDS: Mapping[type, tuple[str, str]] = {
     Lt: ("lt", "below"),
 }
 """Each kind of bound, with the name of its field, which is also that of the operator, and its words."""
+FAMILIAR: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("max_epochs", "max_epoch", "epochs", "num_epochs", "max_steps", "max_time"), "trainer.max_duration"
+    ),
+    **dict.fromkeys(("val_check_interval", "check_val_every_n_epoch", "eval_interval"), "trainer.evaluate_every"),
+    **dict.fromkeys(("log_every_n_steps", "log_interval", "logging_steps"), "trainer.log_every"),
+    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip_grad"), "trainer.max_grad_norm"),
+    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "strategy.accumulate"),
+    **dict.fromkeys(("async", "save_async", "async_checkpoint"), "callbacks.checkpoint.async_save"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpoint"), "trainer.activation_checkpointing"),
+    "activation_offloading": "trainer.offload_activations",
+    "cpu_offload": "strategy.offload",
+    "save_total_limit": "callbacks.checkpoint.save_top_k",
+    "num_sanity_val_steps": "trainer.num_sanity_batches",
+    "limit_val_batches": "trainer.limit_validation_batches",
+    "dataloader_num_workers": "data.num_workers",
+    "dtype": "trainer.precision",
+    "accelerator": "strategy.device",
+    "gpus": "strategy.devices",
+    "devices": "strategy.devices",
+    "learning_rate": "task.lr",
+    "batch_size": "data.batch_size",
+    **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset"), "data.train"),
+    **dict.fromkeys(("val_dataloaders", "val_dataloader", "eval_dataset"), "data.validation"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
+}
+"""Names in other frameworks, and the key that does the same; without a section an argument of `fit`."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -93,6 +123,47 @@ def check_arguments(
             raise UserError(f"{of}{'.' if of else ''}{name}{message}")
 
 
+def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a method that raises UserError with the nearest name for an argument that it does not have."""
+
+    @wraps(function)
+    def call(*values: P.args, **named: P.kwargs) -> R:
+        try:
+            return function(*values, **named)
+        except TypeError as error:
+            # An error of the code within is no error of the call: it has the frame of the method, too.
+            is_within = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            message = None if is_within else _call_error(function, values, named)
+            if message is None:
+                raise
+            raise UserError(message) from None
+
+    return call
+
+
+def _call_error(method: Callable[..., Any], values: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the names or the number of arguments; `None` if they are right, or some are missing."""
+    owner = method.__qualname__.removesuffix(".__init__")
+    parameters = {name: parameter for name, parameter in signature(method).parameters.items() if name != "self"}
+    by_position = [name for name, parameter in parameters.items() if parameter.kind is not Parameter.KEYWORD_ONLY]
+    by_name = [name for name in parameters if name not in by_position]
+    for name in named:
+        if name not in parameters:
+            section, _, meant = FAMILIAR.get(name, "").rpartition(".")
+            if meant in parameters:
+                hint = f" Did you mean {meant!r}?"
+            elif meant:
+                hint = f" It is {meant!r} of the {section.replace('.', ' ')}; on the command line {FAMILIAR[name]}."
+            else:
+                hint = nearest(name, parameters) or f" There are: {', '.join(parameters)}."
+            return f"{owner} has no argument {name!r}.{hint}"
+    if len(values) - 1 > len(by_position) and by_name:
+        return f"{owner} takes arguments by name, such as {owner}({by_name[0]}=...)" + (
+            f" after {' and '.join(by_position)}." if by_position else "."
+        )
+    return None
+
+
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise UserError if the setting `name` is not one of the choices."""
     if value not in choices:
@@ -137,6 +208,7 @@ def _settings_of(owner: Any, classes: Sequence[tuple[type, str]]) -> dict[str, _
 def _annotations(owner: Any) -> dict[str, Any]:
     """Return the annotations of a function, or of a dataclass with those that it inherits from dataclasses."""
     if not is_dataclass(owner):
+        owner = unwrap(owner)
         return {name: _evaluated(hint, owner.__globals__) for name, hint in get_annotations(owner).items()}
     bases = [base for base in reversed(getmro(cast(type, owner))) if "__dataclass_params__" in vars(base)]
     names = {base: vars(sys.modules.get(base.__module__, builtins)) for base in bases}

@@ -267,12 +267,7 @@ class Strategy:
         for index, micro_batch in enumerate(batch.micro_batches):
             # Gradients are reduced once a step, while the last backward runs.
             with self.no_sync() if index < last else self._synced():
-                # The backward is outside of autocast, as torch asks: it uses the dtypes of the forward.
-                with self.precision.forward():
-                    returned = getattr(task, self._step_name)(micro_batch.batch)
-                output = read_training_output(
-                    returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
-                )
+                output = self._training_output(task, micro_batch, batch)
                 self._backward(output, micro_batch, batch)
             outputs.append(output)
         self._normalize_gradients(outputs, batch)
@@ -308,6 +303,57 @@ class Strategy:
     def _synced(self) -> AbstractContextManager[Any]:
         """Return the context of a step's last backward: at its end gradients are summed over ranks. Collective."""
         return _NO_CONTEXT
+
+    def _training_output(self, task: TaskModule, micro_batch: MicroBatch, batch: StepBatch) -> StepOutput:
+        """Return the checked output of the step for a micro-batch."""
+        former = self._watched_gradients(batch)
+        # The backward is outside of autocast, as torch asks: it uses the dtypes of the forward.
+        with self.precision.forward():
+            returned = self._run_step(task, micro_batch.batch)
+        self._check_gradients_kept(task, former)
+        return read_training_output(returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples)
+
+    def _run_step(self, task: TaskModule, batch: Any) -> Any:
+        """Return what the task's step returns for a micro-batch."""
+        return getattr(task, self._step_name)(batch)
+
+    def _watched_gradients(self, batch: StepBatch) -> list[bool] | None:
+        """Return which gradients there are before a step; `None` if it may add and remove some, as in a plain loop."""
+        return None if self._is_plain_step(batch) else self._have_gradients()
+
+    def _check_gradients_kept(self, task: TaskModule, former: list[bool] | None) -> None:
+        """Raise UserError if a step has added or removed gradients itself.
+
+        They would miss the weight of their micro-batch, the scale of the loss and the sum over ranks.
+        """
+        if former is None:
+            return
+        present = self._have_gradients()
+        if present == former:
+            return
+        names = {id(parameter): name for name, parameter in task.named_parameters()}
+        index = next(index for index in range(len(present)) if present[index] != former[index])
+        # Of shards there are more entries than parameters, and they are not part of the task while they are gathered.
+        changed = id(self._trained[index]) if index < len(self._trained) else None
+        name = names.get(changed, "a parameter")
+        did = (
+            f"calls backward itself: {name} has a gradient before that of the returned loss"
+            if present[index]
+            else f"removes the gradient of {name}, to which each micro-batch of the step adds"
+        )
+        raise UserError(
+            f"{type(task).__name__}.{self._step_name} {did}. Remove the calls of backward and zero_grad, and return "
+            "the loss; for the gradients of several losses return their sum. A gradient that a loss needs comes from "
+            "torch.autograd.grad. As a plain loop does it, it runs with strategy=single and one micro-batch."
+        )
+
+    def _is_plain_step(self, batch: StepBatch) -> bool:
+        """Return True if the step may add to gradients, and remove them, as in a plain loop."""
+        return len(batch.micro_batches) == 1 and self.precision.scaler is None
+
+    def _have_gradients(self) -> list[bool]:
+        """Return for each trained parameter if it has a gradient."""
+        return [parameter.grad is not None for parameter in self._trained]
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add this micro-batch's gradient and free its graph."""

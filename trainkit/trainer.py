@@ -37,7 +37,7 @@ from trainkit.optim.phase import GradientLimit
 from trainkit.optim.precision import Precision
 from trainkit.run_dir.folder import check_run_dir, choose_run_dir
 from trainkit.run_dir.lock import check_not_locked
-from trainkit.settings import check_arguments
+from trainkit.settings import check_arguments, named_arguments
 from trainkit.signals import ALWAYS, EXIT_CODES, preemption_signal_named, requeue_job
 from trainkit.storage import check_url, is_url, working_folder
 from trainkit.strategy import Strategy, check_phases_run
@@ -139,6 +139,7 @@ class Trainer:
 
     """
 
+    @named_arguments
     def __init__(
         self,
         strategy: str | Strategy = "single",
@@ -246,6 +247,7 @@ class Trainer:
 
     # ---- The four entry points; each checks what it can before any process is started
 
+    @named_arguments
     def fit(self, task: TaskModule, data: Data | DataLoader[Any], *, resume: str | Path | None = None) -> FitResult:
         """Train `task` in place, print or log where the run folder is, and return the result.
 
@@ -288,6 +290,9 @@ class Trainer:
         # Before any exception below: the task has what was trained also after a signal.
         if result.weights is not None:
             self._load_trained(task, result.weights)
+            for callback, state in zip(config.callbacks, result.callback_states, strict=True):
+                if state:  # not one that is filled while a checkpoint is saved
+                    callback.load_state_dict(state)
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
@@ -301,20 +306,23 @@ class Trainer:
                 say(line)
             elif self.report:
                 logger.info(line)
-        return replace(result, weights=None)
+        return replace(result, weights=None, callback_states=())
 
+    @named_arguments
     def validate(
         self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None
     ) -> dict[str, float]:
         """Return the metrics over all validation samples (`validation/loss`)."""
         return dict(self._evaluate(task, data, checkpoint, stage="validation"))
 
+    @named_arguments
     def test(
         self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None
     ) -> dict[str, float]:
         """Return the metrics over all test samples (`test/loss`)."""
         return dict(self._evaluate(task, data, checkpoint, stage="test"))
 
+    @named_arguments
     def predict(self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None) -> Any:
         """Return the predictions in the order of the dataset, concatenated along their first dimension."""
         return self._evaluate(task, data, checkpoint, stage="predict")

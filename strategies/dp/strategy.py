@@ -248,7 +248,9 @@ class DataParallelStrategy(PhaseTraining):
         versions = [parameter._version for parameter in self._trained] if len(shards) > 1 else []
         shapes = _shapes_of_saved_buffers(task) if versions else {}
         read = partial(read_training_output, of=batch.num_samples)
+        former = self._watched_gradients(batch)
         outputs = self._on_replicas(task, shards, self._step_name, read, state=self._state)
+        self._check_gradients_kept(task, former)
         if versions:
             self._check_unchanged(task, versions)
             self._check_shapes(task, shapes)

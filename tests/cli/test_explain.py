@@ -43,6 +43,18 @@ def test_a_key_of_another_choice_is_explained_with_the_override_to_type(capsys):
     assert "available with +callbacks=early_stopping" in _explained(capsys, "patience")
 
 
+@pytest.mark.parametrize("path", ["callbacks.early_stopping", "early_stopping"])
+def test_an_object_of_another_choice_is_explained_with_the_override_to_type(path, capsys):
+    lines = _explained(capsys, path).splitlines()
+    assert lines[0] == "callbacks.early_stopping"
+    assert "  available with +callbacks=early_stopping" in lines
+    assert any(line.split()[0] == "callbacks.early_stopping.patience" for line in lines)
+
+
+def test_a_misspelt_choice_is_reported_with_the_nearest(capsys):
+    assert "Did you mean 'early_stopping'?" in _refused(capsys, "earli_stopping")
+
+
 def test_the_end_of_a_key_is_enough_where_there_is_one(capsys):
     assert _explained(capsys, "max_grad_norm").startswith("trainer.max_grad_norm\n")
     assert "several keys end in 'monitor'. Did you mean" in _refused(capsys, "monitor", "+callbacks=early_stopping")

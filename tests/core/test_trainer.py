@@ -708,3 +708,37 @@ def test_a_run_leaves_no_process_and_no_folder_behind(make_trainer, tmp_path):
     trainer.fit(Regression(), data(num_workers=2))
     assert set(os.listdir(tmp_path)) - before == {trainer.run_dir.name}
     assert not torch.multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Trainer(max_steps=3), r"^Trainer has no argument 'max_steps'\. Did you mean 'max_duration'\?$"),
+        (lambda: Trainer(run_dri="here"), r"^Trainer has no argument 'run_dri'\. Did you mean 'run_dir'\?$"),
+        (
+            lambda: Trainer(gpus=2),
+            r"^Trainer has no argument 'gpus'\. It is 'devices' of the strategy; .* strategy\.dev",
+        ),
+        (lambda: Trainer(zzz=1), r"^Trainer has no argument 'zzz'\. There are: strategy, max_duration, "),
+        (lambda: Trainer("single", "2epoch"), r"^Trainer takes arguments by name, such as Trainer\(max_duration="),
+        (lambda: Trainer().fit(Regression(), data(), ckpt_path="last"), r"^Trainer\.fit has no .* mean 'resume'\?$"),
+        (
+            lambda: Trainer().test(Regression(), data(), "last"),
+            r"^Trainer\.test takes .*\(checkpoint=\.\.\.\) after task",
+        ),
+        (lambda: Data([1, 2]), r"^Data takes arguments by name, such as Data\(train=\.\.\.\)\.$"),
+        (lambda: Data(trian=[1, 2]), r"^Data has no argument 'trian'\. Did you mean 'train'\?$"),
+    ],
+)
+def test_an_argument_with_another_name_is_refused_with_the_right_one(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
+
+
+def test_a_type_error_inside_of_a_method_is_raised_as_it_is():
+    class Wrong(Regression):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), learning_rate=0.1)
+
+    with pytest.raises(TypeError, match="learning_rate"):
+        Trainer(callbacks=[], loggers=[]).fit(Wrong(), data())

@@ -8,6 +8,7 @@ from torch import nn
 from trainkit.strategies.single import SingleStrategy
 
 from tests.seams import training
+from tests.seams.test_backward_in_step import Twice
 from tests.seams.test_carried_state import AttributeFromTheBeginning, BufferByRows, BufferOfAMean, lanes
 from tests.seams.test_coupled_optimizers import WithNormalised, WithPerTensor
 from tests.seams.test_pipelined_hooks import Tied
@@ -46,6 +47,7 @@ TRIALS = {
     "a buffer with a row": BufferByRows,
     "tensors in an attribute": AttributeFromTheBeginning,
     "a running mean": BufferOfAMean,
+    "a `backward` of its own": Twice,
     "LBFGS": WithLBFGS,
     "one that uses all elements": WithPerTensor,
     "one that uses all gradients": WithNormalised,

@@ -7,7 +7,10 @@ import signal
 import sys
 
 import pytest
+import torch
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.early_stopping import EarlyStopping
+from trainkit.callbacks.ema import EMA
 from trainkit.callbacks.progress_bar import ProgressBar
 
 from tests.program import Program, wait_until
@@ -107,3 +110,36 @@ def test_a_program_that_ignores_sighup_goes_on_ignoring_it():
             assert signals.received is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+class Norms(Callback):
+    """Keeps a norm of each step, a tensor of the device, and a count that no state has."""
+
+    def __init__(self):
+        self.norms, self.steps = [], 0
+
+    def on_step_end(self, run):
+        with run.whole_task() as task:
+            self.norms.append(task.c.bias.detach().norm())
+        self.steps += 1
+
+    def state_dict(self):
+        return {"norms": torch.stack(self.norms)} if self.norms else {}
+
+    def load_state_dict(self, saved):
+        self.norms = list(saved["norms"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_the_states_of_callbacks_come_back_from_ranks_that_are_other_processes(strategy):
+    states = []
+    for name in ("single", strategy):
+        norms, stopping = Norms(), EarlyStopping(monitor="validation/loss", patience=5)
+        callbacks = [EMA(decay=0.9), norms, stopping]  # the first has a state only while a checkpoint is saved
+        data = Data(train=samples(), validation=samples(), batch_size=8, shuffle=False)
+        trainer = Trainer(MAKE_STRATEGY[name](), callbacks=callbacks, loggers=[], max_duration="2epoch", report=False)
+        result = trainer.fit(Layers(), data)
+        assert len(norms.norms) == result.steps and not result.callback_states
+        states.append([torch.stack(norms.norms), stopping.state_dict()["best"], stopping.state_dict()["best_step"]])
+    one, several = states
+    torch.testing.assert_close(one, several)

@@ -174,21 +174,37 @@ class _Explanations:
                 pages.setdefault(key, parameter)
                 choices_by_key.setdefault(key, []).append(choice)
         if not choices_by_key:
-            raise UserError(self._unknown(path))
+            yield from self._choice(path)
+            return
         full, choices = next(iter(choices_by_key.items()))
         yield full
         yield f"  {pages[full].doc}".rstrip()
         yield from _about(pages[full])
         yield f"  available with {' or '.join(choices)}"
 
+    def _choice(self, path: str) -> Iterator[str]:
+        """Yield the description of an object that the config does not have, by its path or the name of its choice."""
+        for choice, place, target in self._objects():
+            if path in (place, choice.partition("=")[2]):
+                keys = _keys_of(target, place)
+                yield from (place, f"  {_summary_of(target)}", f"  available with {choice}", f"  keys of {target}:")
+                yield from _columns({key: _first_sentence(keys[key].doc) for key in keys})
+                return
+        raise UserError(self._unknown(path))
+
     def _all_known(self) -> Iterator[tuple[str, str, Parameter]]:
         """Yield the keys of every choice of every group, each after the override that chooses it."""
+        for choice, place, target in self._objects():
+            for key, parameter in _keys_of(target, place).items():
+                yield choice, key, parameter
+
+    def _objects(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the override, the path and the target of each object of every choice of every group."""
         for group in GROUPS:
             sign = "+" if group in LISTS else ""
             for name in self._composer.options(group):
-                for path, node in _objects_in(self._composer, group, name).items():
-                    for key, parameter in _keys_of(node["_target_"], path).items():
-                        yield f"{sign}{group}={name}", key, parameter
+                for place, node in _objects_in(self._composer, group, name).items():
+                    yield f"{sign}{group}={name}", place, node["_target_"]
 
     def _unknown(self, path: str) -> str:
         parent = path.rpartition(".")[0]
@@ -196,7 +212,8 @@ class _Explanations:
         if valid:
             return str(unknown_key(path, valid, all_keys=self._known))
         near = closest(path, [*SECTIONS, *self._known])
-        near += closest(path, sorted({key.rpartition(".")[2] for _, key, _ in self._all_known()}))
+        names = {choice.partition("=")[2] for choice, _, _ in self._objects()}
+        near += closest(path, sorted(names | {key.rpartition(".")[2] for _, key, _ in self._all_known()}))
         return f"unknown key '{path}'. {did_you_mean(near) if near else 'Type trainkit explain for all keys.'}"
 
 
@@ -207,7 +224,8 @@ def _columns(rows: Mapping[str, str]) -> Iterator[str]:
 
 
 def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=[.;])\s", text)[0].rstrip(";")
+    # Not at a semicolon in brackets.
+    return re.split(r"(?<=[.;])\s(?![^(]*\))", text)[0].rstrip(";")
 
 
 def _about(parameter: Parameter) -> list[str]:

@@ -13,36 +13,13 @@ from typing import Any, TypeGuard
 from trainkit.cli.signatures import MISSING, Signature, TargetError, ValueType, signature_of
 from trainkit.data.batch import split_error
 from trainkit.errors import UserError
+from trainkit.settings import FAMILIAR
 
 TRAINER = "trainkit.trainer.Trainer"
 SECTIONS = ("recipe", "task", "data", "strategy", "trainer", "callbacks", "logger", "run_dir", "vars")
 # Arguments of the Trainer that are not keys below `trainer`.
 _TRAINER_OBJECTS = ("strategy", "run_dir", "callbacks", "loggers", "config")
 _MOST_LISTED = 12
-# Names in other frameworks, and the key that does the same.
-_FAMILIAR = {
-    **dict.fromkeys(
-        ("max_epochs", "max_epoch", "epochs", "num_epochs", "max_steps", "max_time"), "trainer.max_duration"
-    ),
-    **dict.fromkeys(("val_check_interval", "check_val_every_n_epoch", "eval_interval"), "trainer.evaluate_every"),
-    **dict.fromkeys(("log_every_n_steps", "log_interval", "logging_steps"), "trainer.log_every"),
-    **dict.fromkeys(("gradient_clip_val", "grad_clip", "clip_grad"), "trainer.max_grad_norm"),
-    **dict.fromkeys(("accumulate_grad_batches", "gradient_accumulation_steps"), "strategy.accumulate"),
-    **dict.fromkeys(("async", "save_async", "async_checkpoint"), "callbacks.checkpoint.async_save"),
-    **dict.fromkeys(("every_n_train_steps", "save_steps", "save_interval"), "callbacks.checkpoint.every"),
-    **dict.fromkeys(("gradient_checkpointing", "activation_checkpoint"), "trainer.activation_checkpointing"),
-    "activation_offloading": "trainer.offload_activations",
-    "cpu_offload": "strategy.offload",
-    "save_total_limit": "callbacks.checkpoint.save_top_k",
-    "num_sanity_val_steps": "trainer.num_sanity_batches",
-    "limit_val_batches": "trainer.limit_validation_batches",
-    "dataloader_num_workers": "data.num_workers",
-    "dtype": "trainer.precision",
-    "accelerator": "strategy.device",
-    "gpus": "strategy.devices",
-    "devices": "strategy.devices",
-    "learning_rate": "task.lr",
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +57,7 @@ def unknown_key(path: str, valid: Iterable[str], *, all_keys: Iterable[str]) -> 
     paths = [f"{parent}.{key}" if parent else key for key in valid]
     all_paths = {*paths, *all_keys}
     all_paths |= {key.rpartition(".")[0] for key in all_paths}  # sections are meant too
-    near = [_FAMILIAR[name]] if _FAMILIAR.get(name) in all_paths else []
+    near = [FAMILIAR[name]] if FAMILIAR.get(name) in all_paths else []
     # The same name in another section is nearer than another name in this one.
     near = near or [key for key in sorted(all_paths) if key.rpartition(".")[2] == name] or closest(path, paths)
     if not near:

@@ -29,7 +29,7 @@ from trainkit.data.dataset_shards import num_shards_of
 from trainkit.data.opened_shards import StatefulIterable, as_iterable, check_undivided
 from trainkit.data.readers import Collate, StartWorker, start_worker
 from trainkit.errors import UserError
-from trainkit.settings import check_arguments
+from trainkit.settings import check_arguments, named_arguments
 
 STAGES = ("train", "validation", "test", "predict")
 MAX_WORKERS_PER_CORE = 8  # above 1, as workers also wait for files; a bound against typing errors
@@ -115,6 +115,7 @@ class Data:
     sample. The draws are a function of the seed, the epoch and the position, like any other order.
     """
 
+    @named_arguments
     def __init__(
         self,
         *,

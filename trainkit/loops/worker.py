@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import buffer_shapes
@@ -38,6 +39,7 @@ from trainkit.run_dir.lock import lock_run_dir
 from trainkit.signals import EXIT_CODES, StopSignals
 from trainkit.strategy import PlacesRanks, PreparesSteps, StartsRanks, Strategy
 from trainkit.task import TaskModule
+from trainkit.tree import map_tensors
 
 if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop
@@ -64,6 +66,7 @@ class FitResult:
     exit_reason: str
     run_dir: Path | None
     weights: dict[str, Any] | None = field(default=None, repr=False)
+    callback_states: Sequence[dict[str, Any]] = field(default=(), repr=False)
 
 
 def fit_on_rank(
@@ -98,6 +101,9 @@ def fit_on_rank(
         _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")
         if isinstance(strategy, StartsRanks):
             result.weights = strategy.final_state_dict(task)
+            # On every rank, as for a save: a state may be gathered.
+            states = [map_tensors(callback.state_dict(), Tensor.cpu) for callback in config.callbacks]
+            result.callback_states = states if result.weights is not None else ()
         return result
 
 

@@ -166,8 +166,8 @@ def clear_summary(folder: Path) -> None:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`: the result of the run and the reason why it ended."""
-    # The weights are for the caller of `fit` only, and no JSON.
-    values = {key: _as_json(value) for key, value in summary.items() if key != "weights"}
+    # Weights and states are for the caller of `fit` only, and no JSON.
+    values = {key: _as_json(value) for key, value in summary.items() if key not in ("weights", "callback_states")}
     write_text(folder / "summary.json", json.dumps(values, indent=2, allow_nan=False) + "\n")
 
 
