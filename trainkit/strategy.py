@@ -65,6 +65,8 @@ class Strategy:
     """True if a task may make the backward of a micro-batch, and step its optimizers, by itself."""
     supports_compile: bool = True
     """True if steps run the task's own modules, which stay compiled from one step to the next."""
+    supports_scripts: bool = True
+    """True if the task may have modules of TorchScript, which cannot be copied, traced or given hooks."""
     supports_auto_micro_batch: bool = False
     """True if `forward_backward` raises torch.OutOfMemoryError on every rank if it is raised on one.
 

@@ -386,6 +386,7 @@ class Trainer:
         if self.fit_config.compile is not None:
             _check_compiles(self.strategy)
             self.fit_config.compile.check(task)
+        _check_scripts(task, self.strategy)
         source = data.stage_data(stage)
         if stage == "train" and has_phases(task):
             check_phases_run(task, self.strategy)
@@ -499,6 +500,15 @@ def _check_compiles(strategy: Strategy) -> None:
             f"compile does not work with {type(strategy).__name__}, which makes the task's replicas anew in every "
             "step. Set trainer.compile=false, or strategy=ddp."
         )
+
+
+def _check_scripts(task: TaskModule, strategy: Strategy) -> None:
+    for name, module in task.named_modules() if not strategy.supports_scripts else ():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"{type(task).__name__}.{name} is a TorchScript module, which {type(strategy).__name__} does not "
+                "support. Use it without torch.jit.script, or set strategy=single, or strategy=ddp under torchrun."
+            )
 
 
 def _make_all(kind: type[Any], name: str, items: Any) -> list[Any]:

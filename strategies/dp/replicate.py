@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.devices import has_streams
-from trainkit.errors import UserError
 from trainkit.task import TaskModule
 from trainkit.tree import rows, tree_leaves
 
@@ -124,11 +123,6 @@ def _replica(task: TaskModule, replacements: dict[int, Any]) -> TaskModule:
     """Return a copy of the task's structure in which `replacements` maps the ids of objects to their replacements."""
     modules = [module for module in task.modules() if id(module) not in replacements]
     for module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                "the task has a TorchScript module, which cannot be replicated; set strategy=ddp, which does not "
-                "replicate, or use the module without scripting."
-            )
         # All modules first: an attribute may refer to a module that comes later.
         replacements[id(module)] = object.__new__(type(module))
     for module in modules:

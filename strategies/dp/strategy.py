@@ -145,6 +145,7 @@ class DataParallelStrategy(PhaseTraining):
 
     supports_auto_micro_batch = True
     supports_compile = False
+    supports_scripts = False
 
     def __init__(
         self,

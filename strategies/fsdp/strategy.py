@@ -88,6 +88,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     """
 
     shards_parameters = True
+    supports_scripts = False
     grows_micro_batch = True  # a rank that left a step would leave others waiting for its shards
     collectives = LockstepCollectives
 

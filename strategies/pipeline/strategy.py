@@ -115,6 +115,7 @@ class PipelineStrategy(MultiProcessStrategy):
     """
 
     supports_module_hooks = False  # each stage runs a part of the modules
+    supports_scripts = False
     initializes_modules = True
     stages: Annotated[int, Ge(1)] = 2
     replicas: Annotated[int, Ge(1)] = 1

@@ -42,7 +42,8 @@ class WithLBFGS(Layers):
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-STARTED = {"a running mean": "ddp", "`functional_call`": "ddp", "sparse gradients": "pipeline"}
+STARTED = [("a running mean", "ddp"), ("`functional_call`", "ddp"), ("sparse gradients", "pipeline")]
+STARTED += [("TorchScript", "fsdp"), ("TorchScript", "pipeline")]
 TRIALS = {
     "a buffer with a row": BufferByRows,
     "tensors in an attribute": AttributeFromTheBeginning,
@@ -65,9 +66,7 @@ def cell(row, strategy):
     return found[column]
 
 
-@pytest.mark.parametrize(
-    ("row", "strategy"), [*((row, one) for one in ("single", "dp") for row in TRIALS), *STARTED.items()]
-)
+@pytest.mark.parametrize(("row", "strategy"), [*((row, one) for one in ("single", "dp") for row in TRIALS), *STARTED])
 def test_a_cell_of_the_table_is_true(row, strategy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(training.MAKE_STRATEGY, "one", lambda: SingleStrategy(device="cpu"))

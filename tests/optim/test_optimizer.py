@@ -334,3 +334,14 @@ def test_sparse_gradients_are_clipped_as_dense_ones(make_trainer, limit):
         trainer.fit(task, Data(train=TensorDataset(words, targets), batch_size=8))
     for dense, sparse in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
         torch.testing.assert_close(sparse, dense, rtol=1e-12, atol=1e-12)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+        return super().step()
+
+
+def test_an_optimizer_that_must_be_given_a_closure_is_refused_by_name(make_trainer):
+    message = r"NeedsClosure\.step must be given a closure, which .* manual = True"
+    refused(make_trainer, lambda task: NeedsClosure(task.parameters(), lr=0.1), message)
