@@ -65,11 +65,10 @@ class ProgressBar(Callback):
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         if self._progress is None:
             return
-        in_fit = run.phase_optimizer is not None
-        if not in_fit:
-            self.close()
-        if self._display is None and metrics:
-            say("  ".join([*([f"step {run.state.step:,}"] if in_fit else []), *_named(metrics)]))
+        if run.phase_optimizer is None:
+            self.close()  # the caller of an evaluation by itself gets the metrics, and prints them
+        elif self._display is None and metrics:
+            say("  ".join([f"step {run.state.step:,}", *_named(metrics)]))
 
     def on_fit_end(self, run: Run) -> None:
         if self._progress is None:

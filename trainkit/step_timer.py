@@ -150,13 +150,13 @@ class StepTimer:
             # The measured steps may stand for fewer than all: those since the last one of them are not weighted.
             scale = self.steps / self._measured_weight if self._measured_weight else 0.0
             forward, both, optimizer = (part.take() * scale for part in (self._forward, self._both, self._optimizer))
-            parts["forward"] = forward
             # `both` includes the wait for other ranks, which all steps add to and not one of sixteen: hence the bound.
-            parts["backward"] = max(both - forward - (communication or 0.0), 0.0)
+            backward = max(both - forward - (communication or 0.0), 0.0)
+            left = seconds - received - (communication or 0.0)
+            parts.update(_within({"forward": forward, "backward": backward, "optimizer": optimizer}, left))
             if communication is not None:
                 parts["communication"] = communication
-            parts["optimizer"] = optimizer
-            parts["rest"] = max(seconds - received - both - optimizer, 0.0)
+            parts["rest"] = max(seconds - sum(parts.values()), 0.0)
         else:
             parts.update(self._on_device(seconds, parts, communication))
         self._received, self._waited_before, self._data_before = 0.0, waited, self._loader.seconds_waited
@@ -170,7 +170,7 @@ class StepTimer:
         It is idle while the CPU waits for other ranks in backward. Waits in the device's queue stay part of backward.
         """
         assert self._device is not None
-        busy = self._device.take(self.steps)
+        busy = _within(self._device.take(self.steps), seconds)
         if communication is not None and busy:
             # The events count this wait as backward: the device was idle between them.
             busy["communication"] = min(communication, busy["backward"])
@@ -181,6 +181,13 @@ class StepTimer:
             waiting[name] = min(wait, idle)
             idle -= waiting[name]
         return {**waiting, **busy, "rest": idle}
+
+
+def _within(estimates: dict[str, float], seconds: float) -> dict[str, float]:
+    """Return the parts extrapolated from some steps, scaled down if these were slower than the others."""
+    total = sum(estimates.values())
+    factor = max(seconds, 0.0) / total if total > seconds else 1.0
+    return {part: value * factor for part, value in estimates.items()}
 
 
 class _PartTimer:

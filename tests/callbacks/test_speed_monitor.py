@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -108,3 +109,31 @@ def test_sanity_batches_do_not_count_as_evaluation_time(stage: str, counts: bool
     time.sleep(0.01)
     timer.on_evaluation_end(None, stage, {})
     assert (timer.state_dict()["evaluation_seconds"] > 0) == counts
+
+
+class SlowWhereMeasured(Regression):
+    """The steps that are measured after the warm-up take twenty milliseconds longer than the others."""
+
+    steps, began, ended = 0, 0.0, 0.0
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps += 1
+        self.began, self.ended = self.began or self.ended, time.perf_counter()
+        if self.steps in (32, 41, 57, 73):
+            time.sleep(0.02)
+        return super().training_step(batch)
+
+
+def test_the_parts_of_the_steps_add_up_to_the_time_that_has_passed(make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        max_duration="80step", log_every="40step", callbacks=[SpeedMonitor()], run_dir=tmp_path / "run", report=False
+    )
+    task = SlowWhereMeasured()
+    trainer.fit(task, Data(train=regression_data(16), batch_size=4))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "step_times.jsonl").read_text().splitlines()]
+    assert [line["steps"] for line in lines] == [40, 40]
+    for line in lines:
+        assert set(line["seconds"]) == {"data", "forward", "backward", "optimizer", "rest"}
+        assert line["seconds"]["forward"] > 0.02
+    # From the first step to the last; the first interval begins a little earlier.
+    assert sum(sum(line["seconds"].values()) for line in lines) < task.ended - task.began + 0.5

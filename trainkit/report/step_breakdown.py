@@ -37,7 +37,7 @@ PARTS = {
     "backward": Part("backward", "backward", 1),
     "communication": Part("communication that was not hidden", "wait", 6),
     "optimizer": Part("optimizer", "optimizer", 4),
-    "rest": Part("callbacks, saving, logging", "rest", 3),
+    "rest": Part("other: callbacks, saving, logging", "rest", 3),
 }
 _SKIPPED = 1  # log points at the start: kernels are chosen and workers started then
 _LETTER_SHARE = 0.08
