@@ -46,28 +46,40 @@ class ProgressBar(Callback):
     def __init__(self, *, refresh_per_second: Annotated[float, Gt(0), Le(60)] = 4.0) -> None:
         check_arguments(ProgressBar.__init__, locals(), of="progress_bar")
         self.refresh_per_second = refresh_per_second
+        self.prints_evaluation = True
+        """Whether the metrics of an evaluation by itself are printed; a command prints them itself."""
         self._progress: RunProgress | None = None
         self._display: LiveProgress | NotebookProgress | None = None
         self._in_notebook = in_notebook()  # where it is made: ranks are other processes
+        self._modes: dict[str, str] = {}  # of monitored metrics
+        self._best: dict[str, tuple[float, int]] = {}  # the value and its step
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
             self._start(run)
+            self._modes, self._best = _modes(run), {}
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         if run.is_main and run.phase_optimizer is None:  # validate, test or predict
             self._start(run)
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
-        if self._progress is not None and self._display is None:
+        if self._progress is None:
+            return
+        self._follow(metrics, run.state.step)
+        if self._display is None:
             say("  ".join(self._progress.line(metrics, now=time.monotonic())))
 
     def on_evaluation_end(self, run: Run, stage: str, metrics: dict[str, float]) -> None:
         if self._progress is None:
             return
         if run.phase_optimizer is None:
-            self.close()  # the caller of an evaluation by itself gets the metrics, and prints them
-        elif self._display is None and metrics:
+            self.close()
+            if self.prints_evaluation and metrics:
+                say("  ".join(_named(metrics)))
+            return
+        self._follow(metrics, run.state.step)
+        if self._display is None and metrics:
             say("  ".join([f"step {run.state.step:,}", *_named(metrics)]))
 
     def on_fit_end(self, run: Run) -> None:
@@ -75,13 +87,11 @@ class ProgressBar(Callback):
             return
         self.close()
         state = run.state
-        say(
-            f"{run.stop_reason or 'finished'}: {state.step:,} steps, {number(round(state.epochs, 2))} epochs, "
-            f"{state.samples:,} samples, {clock(state.seconds)}"
-        )
-        # Those of validation first.
-        metrics = sorted(state.metrics.items(), key=lambda item: (item[0].startswith("train/"), item[0]))
-        show(Table("Metrics", ["metric", "last"], [[name, number(value)] for name, value in metrics]))
+        rate = [f"{number(round(state.samples / state.seconds, 1))} samples/s"] if state.seconds > 0 else []
+        done = [f"{state.step:,} steps", f"{number(round(state.epochs, 2))} epochs", f"{state.samples:,} samples"]
+        say(f"{run.stop_reason or 'finished'}: {', '.join([*done, clock(state.seconds), *rate])}")
+        if state.metrics:
+            show(self._metric_table(state.metrics, since="" if run.resumed_from is None else " since the resume"))
         if run.checkpointer.store is not None and run.checkpointer.store.entries():
             show(_checkpoint_table(run.checkpointer.store))
 
@@ -93,6 +103,23 @@ class ProgressBar(Callback):
             self._display.stop()
             self._display = None
 
+    def _follow(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the best value of each metric of which the better direction is known."""
+        for name, value in metrics.items():
+            mode = self._modes.get(name, "min" if name.endswith("loss") else None)
+            sign = -1 if mode == "max" else 1
+            if mode is not None and (name not in self._best or sign * value <= sign * self._best[name][0]):
+                self._best[name] = value, step
+
+    def _metric_table(self, metrics: Mapping[str, float], *, since: str) -> Table:
+        table = Table("Metrics", ["metric", "last", *([f"best{since}", "at step"] if self._best else [])])
+        # Those of validation first. The line above has the rates of the whole run, and the epochs.
+        for name, value in sorted(metrics.items(), key=lambda item: (item[0].startswith("train/"), item[0])):
+            if name not in _SHOWN_ELSEWHERE:
+                best = [number(self._best[name][0]), f"{self._best[name][1]:,}"] if name in self._best else ["", ""]
+                table.rows.append([name, number(value), *(best if self._best else [])])
+        return table
+
     def _start(self, run: Run) -> None:
         self.close()
         self._progress = RunProgress(run)
@@ -102,6 +129,16 @@ class ProgressBar(Callback):
             elif self._in_notebook:
                 self._display = NotebookProgress(self._progress, refresh_per_second=min(1.0, self.refresh_per_second))
         run.has_display = self._display is not None
+
+
+def _modes(run: Run) -> dict[str, str]:
+    """Return `min` or `max` for each metric that the run monitors."""
+    modes = {callback.monitored: getattr(callback, "mode", None) for callback in run.callbacks}
+    with suppress(CheckpointError):  # no metric is monitored
+        if run.checkpointer.store is not None:
+            monitor = run.checkpointer.store.monitor()
+            modes[monitor.metric] = monitor.mode
+    return {name: mode for name, mode in modes.items() if name is not None and mode is not None}
 
 
 def _checkpoint_table(store: CheckpointStore) -> Table:

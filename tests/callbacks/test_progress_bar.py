@@ -254,5 +254,11 @@ def test_a_pipe_gets_a_line_for_every_saved_checkpoint(piped_run: tuple[str, str
 
 
 def test_a_pipe_gets_the_final_tables(piped: str) -> None:
-    assert "\nMetrics\n" in piped
+    lines = [line.split() for line in piped.splitlines()]
+    assert ["metric", "last", "best", "at", "step"] in lines
+    (last,) = (line for line in lines if len(line) == 4 and line[0] == "validation/loss")
+    evaluations = {line[1]: line[3] for line in lines if line[:1] == ["step"] and line[2:3] == ["validation/loss"]}
+    assert last[1] == evaluations["60"] and last[2] == evaluations[last[3]] == min(evaluations.values(), key=float)
+    assert ["train/epoch"] not in [line[:1] for line in lines]
+    assert any(line[:1] == ["reached"] and line[-1] == "samples/s" for line in lines)
     assert any(line.endswith("best, last") for line in piped.splitlines())

@@ -285,6 +285,9 @@ def _evaluate(
     resolve(path)  # raises if there is none; the trainer gets the folder, to skip damaged checkpoints
     check(run_folder_of(path))
     run = assemble(settings, run_dir=None, loggers=False)
+    for callback in run.trainer.fit_config.callbacks:
+        if hasattr(callback, "prints_evaluation"):  # a progress bar, which the core does not import
+            callback.prints_evaluation = False
     try:
         outcome = method(run.trainer, run.task, run.data, checkpoint=path)
     except Stopped as stopped:
