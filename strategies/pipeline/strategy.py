@@ -43,7 +43,7 @@ from ..merged_buffers import MergedBuffers
 from ..multiprocess import MultiProcessStrategy
 from .plan.memory import TrainingMemory
 from .plan.partition import SharedParameters
-from .plan.plan_report import PlanReport, draw_stages, write_plan, write_timeline
+from .plan.plan_report import PlanReport, StepTimelines, draw_stages, write_plan
 from .plan.planner import TrainingStep
 from .plan.schedules import SCHEDULES, SEVERAL_STAGES, SYNONYMS, Schedule, most_in_flight
 from .plan.stage import Placement
@@ -107,7 +107,7 @@ class PipelineStrategy(MultiProcessStrategy):
         verify: Number of steps at the beginning of a run that are compared with the same steps in one process, which
             the first stage runs before: `auto` (one, if the whole task takes a small share of its memory), `off`, or
             a number. A difference ends the run with the name of the first call that differs.
-        record_timeline: Write the actions of all ranks in the last step to the run folder, for the report.
+        record_timeline: Write the actions of all ranks in a step of median length to the run folder, for the report.
         backend: Backend between ranks: `auto` (gloo on the CPU, nccl on CUDA), or one of torch.distributed. With nccl
             and a CUDA device for each rank, stages use it too; otherwise they send by gloo, through host memory.
         launcher: Starts the ranks: `local` (this process, on this machine) or `ray` (a Ray cluster).
@@ -156,6 +156,7 @@ class PipelineStrategy(MultiProcessStrategy):
             trace=self.trace,
         )
         self.state = PipelineState()
+        self._timelines = StepTimelines()
         self.plan_report: PlanReport | None = None
         """The stages, once the task is partitioned."""
         self._gradients: dict[str, StageGradients] = {}  # by phase
@@ -502,7 +503,7 @@ class PipelineStrategy(MultiProcessStrategy):
             if self.record_timeline and batch.micro_batches:
                 spans = self.runtime.timeline()
                 if self.comm.is_main and self.log_dir is not None:
-                    write_timeline(spans, self.log_dir, expected=self._schedule.bubble(len(batch.micro_batches)))
+                    self._timelines.add(spans, self.log_dir, expected=self._schedule.bubble(len(batch.micro_batches)))
             return outputs
 
     def _forward_backward(self, task: TaskModule, batch: StepBatch) -> list[StepOutput]:

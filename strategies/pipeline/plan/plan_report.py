@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -146,6 +147,7 @@ def in_units(num_bytes: float) -> str:
 
 
 BAR_WIDTH = 60
+STEPS_KEPT = 31  # enough for a median that one slow step does not change
 WORTH_ADVICE = 0.10  # of all ranks' time: idle beyond what the schedule itself costs
 
 
@@ -154,6 +156,35 @@ def write_plan(plan: PlanReport, folder: Path) -> None:
     # Optional: a full disk must not end a run that needs no table.
     write_optional(folder / "partition.txt", f"{plan}\n\n{draw_stages(plan)}\n")
     write_optional(folder / "partition.json", json.dumps(asdict(plan), indent=2) + "\n")
+
+
+class StepTimelines:
+    """Keeps the spans of the latest full steps, and writes those of the step of median length.
+
+    The last step of an epoch may have fewer micro-batches, between which ranks are idle for longer.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Sequence[Sequence[Span]]] = deque(maxlen=STEPS_KEPT)
+
+    def add(self, spans: Sequence[Sequence[Span]], folder: Path, *, expected: float) -> None:
+        """Write the timeline, now also of a step with these spans, unless it has fewer actions than others."""
+        num_actions = _num_actions(spans)
+        if any(_num_actions(kept) > num_actions for kept in self._steps):
+            return
+        if any(_num_actions(kept) < num_actions for kept in self._steps):
+            self._steps.clear()
+        self._steps.append(spans)
+        by_length = sorted(self._steps, key=_length)
+        write_timeline(by_length[(len(by_length) - 1) // 2], folder, expected=expected)
+
+
+def _num_actions(spans: Sequence[Sequence[Span]]) -> int:
+    return sum(map(len, spans))
+
+
+def _length(spans: Sequence[Sequence[Span]]) -> float:
+    return max((row[-1].end for row in spans if row), default=0.0)
 
 
 def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: float) -> None:
@@ -167,7 +198,7 @@ def write_timeline(spans: Sequence[Sequence[Span]], folder: Path, *, expected: f
     idle = idle_share(spans)
     figures = [
         TimelineFigure("bubble, measured", idle, note=f"{expected:.1%} with equal stages: (p-1)/(m+p-1)"),
-        TimelineFigure("one step", max((row[-1].end for row in spans if row), default=0.0), "seconds"),
+        TimelineFigure("one step", _length(spans), "seconds"),
         TimelineFigure("micro-batches", num_micro_batches, "count"),
     ]
     advice = []

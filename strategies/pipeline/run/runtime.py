@@ -99,7 +99,8 @@ class PipelineRuntime:
         """Return the spans of every stage in the last step, on one clock from its first start. Collective."""
         # `perf_counter` is comparable between processes of one machine only.
         answers = gather((self._began, self.spans), self._group)
-        first = min(began for began, _ in answers)
+        # From the first action: before it the caller makes the batch's buffers ready, and no rank is idle.
+        first = min((began + span.start for began, spans in answers for span in spans), default=0.0)
         return [
             [Span(span.action, span.start + began - first, span.end + began - first) for span in spans]
             for began, spans in answers
