@@ -45,7 +45,7 @@ from trainkit.distributed.launcher import RankEnvironment, environment_of_caller
 from trainkit.distributed.rank_log import log_copied
 from trainkit.distributed.rendezvous import fresh_store, store_of_environment, variables_of_task
 from trainkit.errors import UserError
-from trainkit.metrics.step_output import StepOutput
+from trainkit.metrics.step_output import StepOutput, read_training_output
 from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.failure import phase_in
@@ -421,10 +421,15 @@ class MultiProcessStrategy(Strategy):
         """
         outputs: list[StepOutput] = []
         reason: str | None = None
+        step = self._step_of(task)
         try:
             for micro_batch in batch.micro_batches:
                 with self.no_sync():
-                    output = self._training_output(task, micro_batch, batch)
+                    former = self._watched_gradients(batch)
+                    with self.precision.forward():
+                        returned = step(micro_batch.batch)
+                    self._check_gradients_kept(task, former)
+                    output = read_training_output(returned, micro_batch.num_samples, task, of=batch.num_samples)
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)
         except RuntimeError as error:

@@ -99,8 +99,8 @@ class TorchDDPStrategy(MultiProcessStrategy):
             gradients.times.add_previous_step()
         return outputs
 
-    def _run_step(self, task: TaskModule, batch: Any) -> Any:
-        return self.gradients.wrapped(batch)
+    def _step_of(self, task: TaskModule) -> Callable[[Any], Any]:
+        return self.gradients.wrapped
 
     def _backward(self, output: StepOutput, micro_batch: MicroBatch, batch: StepBatch) -> None:
         """Add the gradients of this micro-batch, scaled so that PyTorch's mean over ranks is the sum."""

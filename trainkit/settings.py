@@ -153,7 +153,8 @@ def _call_error(method: Callable[..., Any], values: Sequence[Any], named: Mappin
             if meant in parameters:
                 hint = f" Did you mean {meant!r}?"
             elif meant:
-                hint = f" It is {meant!r} of the {section.replace('.', ' ')}; on the command line {FAMILIAR[name]}."
+                owner_of_it = f"of the {section.replace('.', ' ')}" if section else "of fit"
+                hint = f" It is {meant!r} {owner_of_it}; on the command line {FAMILIAR[name]}."
             else:
                 hint = nearest(name, parameters) or f" There are: {', '.join(parameters)}."
             return f"{owner} has no argument {name!r}.{hint}"

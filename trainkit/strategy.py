@@ -265,11 +265,19 @@ class Strategy:
         takes part too.
         """
         outputs: list[StepOutput] = []
+        step = self._step_of(task)
         last = len(batch.micro_batches) - 1
         for index, micro_batch in enumerate(batch.micro_batches):
             # Gradients are reduced once a step, while the last backward runs.
             with self.no_sync() if index < last else self._synced():
-                output = self._training_output(task, micro_batch, batch)
+                former = self._watched_gradients(batch)
+                # The backward is outside of autocast, as torch asks: it uses the dtypes of the forward.
+                with self.precision.forward():
+                    returned = step(micro_batch.batch)
+                self._check_gradients_kept(task, former)
+                output = read_training_output(
+                    returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+                )
                 self._backward(output, micro_batch, batch)
             outputs.append(output)
         self._normalize_gradients(outputs, batch)
@@ -306,18 +314,10 @@ class Strategy:
         """Return the context of a step's last backward: at its end gradients are summed over ranks. Collective."""
         return _NO_CONTEXT
 
-    def _training_output(self, task: TaskModule, micro_batch: MicroBatch, batch: StepBatch) -> StepOutput:
-        """Return the checked output of the step for a micro-batch."""
-        former = self._watched_gradients(batch)
-        # The backward is outside of autocast, as torch asks: it uses the dtypes of the forward.
-        with self.precision.forward():
-            returned = self._run_step(task, micro_batch.batch)
-        self._check_gradients_kept(task, former)
-        return read_training_output(returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples)
-
-    def _run_step(self, task: TaskModule, batch: Any) -> Any:
-        """Return what the task's step returns for a micro-batch."""
-        return getattr(task, self._step_name)(batch)
+    def _step_of(self, task: TaskModule) -> Callable[[Any], Any]:
+        """Return what is called with each micro-batch."""
+        step: Callable[[Any], Any] = getattr(task, self._step_name)
+        return step
 
     def _watched_gradients(self, batch: StepBatch) -> list[bool] | None:
         """Return which gradients there are before a step; `None` if it may add and remove some, as in a plain loop."""

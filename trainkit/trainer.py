@@ -247,7 +247,6 @@ class Trainer:
 
     # ---- The four entry points; each checks what it can before any process is started
 
-    @named_arguments
     def fit(self, task: TaskModule, data: Data | DataLoader[Any], *, resume: str | Path | None = None) -> FitResult:
         """Train `task` in place, print or log where the run folder is, and return the result.
 
@@ -308,21 +307,18 @@ class Trainer:
                 logger.info(line)
         return replace(result, weights=None, callback_states=())
 
-    @named_arguments
     def validate(
         self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None
     ) -> dict[str, float]:
         """Return the metrics over all validation samples (`validation/loss`)."""
         return dict(self._evaluate(task, data, checkpoint, stage="validation"))
 
-    @named_arguments
     def test(
         self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None
     ) -> dict[str, float]:
         """Return the metrics over all test samples (`test/loss`)."""
         return dict(self._evaluate(task, data, checkpoint, stage="test"))
 
-    @named_arguments
     def predict(self, task: TaskModule, data: Data | DataLoader[Any], *, checkpoint: str | Path | None = None) -> Any:
         """Return the predictions in the order of the dataset, concatenated along their first dimension."""
         return self._evaluate(task, data, checkpoint, stage="predict")

@@ -56,7 +56,7 @@ def screen_at_the_moment(folder: Path) -> list[Text]:
     os.close(far)
     try:
         while not all(text in "\n".join(screen.display) for text in MOMENT):
-            stream.loader(os.read(near, 65536))
+            stream.feed(os.read(near, 65536))
     finally:
         process.kill()
         process.wait()

@@ -328,7 +328,13 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 if index < len(batch.micro_batches):
                     micro_batch = batch.micro_batches[index]
                     self._last = map_tensors(micro_batch.batch, lambda tensor: tensor)  # the step may take from it
-                    output = self._training_output(task, micro_batch, batch)
+                    former = self._watched_gradients(batch)
+                    with self.precision.forward():
+                        returned = sharded.run(self._step_name, micro_batch.batch)
+                    self._check_gradients_kept(task, former)
+                    output = read_training_output(
+                        returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
+                    )
                     self._backward(output, micro_batch, batch)
                     outputs.append(output)
                 else:
@@ -342,9 +348,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._normalize_gradients(outputs, batch)
         self._synchronize_buffers()
         return outputs
-
-    def _run_step(self, task: TaskModule, batch: Any) -> Any:
-        return self._task.run(self._step_name, batch)
 
     def _have_gradients(self) -> list[bool]:
         # Those that are not reduced yet are in the gathered parameters.
@@ -366,7 +369,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         """Run the units that other ranks run, without an effect on gradients, buffers, metrics or generators."""
         with _preserved(task):
             with self.precision.forward():
-                returned = self._run_step(task, self._last)
+                returned = self._task.run(self._step_name, self._last)
             loss = read_training_output(returned, 1, task, self._step_name).loss
             assert loss is not None
             self.precision.scale(loss * 0.0).backward()  # a scaler must have seen a loss

@@ -1,9 +1,12 @@
-"""The table of extras in the README."""
+"""The table of extras and the picture in the README."""
 
+import html
 import re
 from pathlib import Path
 
 import pytest
+
+from trainkit.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,3 +18,9 @@ def test_every_extra_of_the_package_is_in_the_table():
     first_column = [row.split("|")[1] for row in table.splitlines() if row]
     named = re.findall(r"`(\w+)`", " ".join(first_column))
     assert sorted(named) == sorted(project["optional-dependencies"])
+
+
+def test_the_picture_of_a_run_shows_a_command_that_can_be_typed(capsys):
+    picture = html.unescape((ROOT / "docs/images/progress.svg").read_text(encoding="utf-8")).replace("\xa0", " ")
+    (command,) = re.findall(r">(trainkit fit [^<]+)<", picture)
+    assert main([*command.split()[1:], "--cfg", "job"]) == 0, capsys.readouterr().err

@@ -70,8 +70,8 @@ class SavedConfig:
             raise UserError(f"{self.path} cannot be read: {error}") from None
         if not isinstance(saved, dict) or not saved:
             raise UserError(
-                f"{self.path} is empty: the run was started from Python. Resume it there: "
-                "Trainer(...).fit(task, data, resume=PATH)."
+                f"{self.path} is empty: the run was started from Python. Go on there: Trainer(...).fit(task, data, "
+                "resume=PATH), or validate, test and predict with checkpoint=PATH."
             )
         unknown = [unknown_key(str(key), SECTIONS, all_keys=()) for key in saved if key not in SECTIONS]
         if unknown:

@@ -104,8 +104,8 @@ class ParityReport:
         return json.dumps(_without_nan({**asdict(self), "is_equal": self.is_equal}), indent=2, allow_nan=False)
 
     def as_table(self) -> str:
-        """Return the report as text: a row for each strategy, then the causes of differences, then the notes."""
-        head = ("strategy", "layout", "loss", "gradient norm", "weights", "where", "ms a step", "MB a step", "verdict")
+        """Return the report as text: a row of at most 80 columns for each strategy, then causes, then the notes."""
+        head = ("strategy", "layout", "loss", "gradient", "weights", "ms/step", "MB/step", "verdict")
         cells = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
         cells.insert(1, tuple("-" * width for width in widths))
@@ -114,6 +114,7 @@ class ParityReport:
         tolerance = f"tolerance {self.tolerance:.0e} relative to single"
         lines.append(f"{kind}: {self.steps} steps in {self.precision}, {tolerance}")
         lines += [f"{row.strategy} failed: {row.error}" for row in self.rows if row.error]
+        lines += [f"{row.strategy}: {_largest(row)}" for row in self.rows if row.verdict == "different"]
         lines += [f"{row.strategy}: {row.cause.text}" for row in self.rows if row.cause]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
@@ -356,13 +357,18 @@ def _reference(runs: ParityRuns, device: str) -> tuple[ParityRuns, ParityRun, fl
 
 def _cells(row: ParityRow) -> tuple[str, ...]:
     if row.error:
-        return (row.strategy, *[""] * 7, row.verdict)
-    worst = max((row.weights, row.loss, row.grad_norm), key=_order)
-    where = "" if worst.value == 0 else f"step {worst.step} {worst.parameter}".strip()
+        return (row.strategy, *[""] * 6, row.verdict)
     sent = "" if row.bytes_a_step is None else f"{row.bytes_a_step / 1e6:.2f}"
     differences = [f"{difference.value:.1e}" for difference in (row.loss, row.grad_norm, row.weights)]
     milliseconds = f"{1000 * row.seconds_a_step:.2f}"
-    return (row.strategy, row.layout, *differences, where, milliseconds, sent, row.verdict)
+    return (row.strategy, row.layout, *differences, milliseconds, sent, row.verdict)
+
+
+def _largest(row: ParityRow) -> str:
+    """Return where the largest difference is."""
+    names = {"weights": row.weights, "the gradient norm": row.grad_norm, "the loss": row.loss}
+    name, worst = max(names.items(), key=lambda item: _order(item[1]))
+    return f"the largest difference is that of {worst.parameter or name} in step {worst.step}"
 
 
 def _order(difference: Difference) -> float:
