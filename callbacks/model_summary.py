@@ -13,6 +13,7 @@ from trainkit.callback import Callback
 from trainkit.console import Table, say, show
 from trainkit.model.flops import StepCost, cost_of_step
 from trainkit.optim.lr_schedule import linear_scaling
+from trainkit.registry import name_of
 from trainkit.report.html import short, size
 from trainkit.run import Run
 from trainkit.settings import check_arguments
@@ -107,9 +108,9 @@ def _header(run: Run) -> list[tuple[str, str]]:
     strategy = run.strategy
     rows = [
         ("task", type(run.task).__name__),
-        ("strategy", f"{type(strategy).__name__} on {strategy.device}"),
+        ("strategy", f"{name_of('strategy', strategy)} on {strategy.device}"),
         ("precision", run.precision.name),
-        ("batches", "pre-batched" if run.plan is None else f"{run.plan}; the same global batch on any devices"),
+        ("batches", "pre-batched" if run.plan is None else str(run.plan)),
         ("steps", _steps(run)),
         ("run folder", "none (nothing is written)" if run.run_dir is None else str(run.run_dir)),
     ]

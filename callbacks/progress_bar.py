@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _BAR_WIDTH = 24
+_ANY_WIDTH = 10_000
+_SHOWN_LAST = ("train/learning_rate", "train/data_wait_fraction", "train/grad_norm")
 _SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_second")
 
 
@@ -226,8 +228,9 @@ class LiveProgress:
 
         self._shown = ExitStack()
         # Taken before the start, which replaces both streams.
-        streams, draw = (sys.stdout, sys.stderr), ProgressText(progress).draw
-        display = Live(get_renderable=draw, console=terminal(), refresh_per_second=refresh_per_second, transient=True)
+        streams, console = (sys.stdout, sys.stderr), terminal()
+        draw = ProgressText(progress, width=lambda: console.width).draw
+        display = Live(get_renderable=draw, console=console, refresh_per_second=refresh_per_second, transient=True)
         display.start(refresh=True)  # a line printed while the first picture is drawn would repeat it
         self._shown.callback(display.stop)
         self._shown.enter_context(_log_to_current_stderr(streams))
@@ -276,10 +279,11 @@ class NotebookProgress:
 class ProgressText:
     """The progress of a run as lines of text with bars."""
 
-    def __init__(self, progress: RunProgress) -> None:
+    def __init__(self, progress: RunProgress, *, width: Callable[[], int] = lambda: _ANY_WIDTH) -> None:
         from rich.text import Text
 
         self._text = Text
+        self._width = width
         self._progress = progress
 
     def draw(self) -> Text:
@@ -309,7 +313,15 @@ class ProgressText:
         metrics = dict(self._progress.run.state.metrics)  # copied at once: the main thread may be adding to it
         rate = f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s"
         elapsed = clock(now - self._progress.started)
-        return self._text(printable("  ".join([*self._progress.training_metrics(metrics), rate, elapsed])))
+        own, other = [], []  # what the step returns, and what callbacks add
+        for name, value in metrics.items():
+            if name.startswith("train/") and name not in _SHOWN_ELSEWHERE:
+                (other if name in _SHOWN_LAST else own).append(f"{name.removeprefix('train/')} {number(value)}")
+        line, *rest = map(printable, [*own, rate, elapsed, *other])
+        for item in rest:
+            if len(line) + 2 + len(item) <= self._width():
+                line = f"{line}  {item}"
+        return self._text(line)
 
     def _evaluation(self) -> Text:
         """Return the bar of the running evaluation, or else the results of the last validation."""

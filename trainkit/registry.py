@@ -39,6 +39,13 @@ def make(group: str, name: str, settings: Mapping[str, Any] | None = None) -> An
     return getattr(import_module(module), attribute)(**arguments)
 
 
+def name_of(group: str, item: object) -> str:
+    """Return the name by which the class of `item` is chosen, or the name of the class if it has none."""
+    path = f"{type(item).__module__}.{type(item).__qualname__}"
+    named = [name for name in names(group) if name in _files(group) and _settings(group, name)["_target_"] == path]
+    return named[0] if named else type(item).__name__
+
+
 def plugin_settings() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (group, name, settings) for each entry point of an installed package."""
     for group in _PLUGIN_GROUPS:

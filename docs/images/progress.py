@@ -21,7 +21,7 @@ from rich.style import Style
 from rich.text import Text
 
 COLUMNS, ROWS = 92, 32
-COMMAND = "trainkit fit recipe=digits callbacks.checkpoint.monitor=validation/loss"
+COMMAND = "trainkit fit recipe=digits"
 OVERRIDES = ["trainer.max_duration=6epoch", "trainer.log_every=5step", "data.evaluation_batch_size=1"]
 MOMENT = ("epoch 3/6", "validation  ━")
 

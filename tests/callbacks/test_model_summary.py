@@ -68,7 +68,7 @@ def test_the_header_shows_task_strategy_and_batches(
     fit(scripted(), ModelSummary())
 
     printed = capsys.readouterr().out
-    assert "strategy     SingleStrategy on cpu" in printed
+    assert "strategy     single on cpu" in printed
     assert "precision    fp32" in printed
     assert "batches      global batch 4 = 1 rank x 1 micro-batch x 4 samples" in printed
     assert "steps        20" in printed
