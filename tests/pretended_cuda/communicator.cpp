@@ -229,7 +229,7 @@ class Communicator final : public c10d::Backend {
     Tensors outputs, tensors;
     for (auto& one : held) outputs = all(outputs, one.outputs), tensors = all(tensors, one.tensors);
     int device = tensors.empty() ? current_device() : tensors[0].get_device();
-    return queued(OpType::COALESCED, lane(device, -1), outputs, tensors, [this, held] {
+    return queued(OpType::COALESCED, lane(device, -1, "several calls in one group"), outputs, tensors, [this, held] {
       for (auto& one : held)
         if (one.post) one.post();
       for (auto& one : held)
@@ -252,8 +252,8 @@ class Communicator final : public c10d::Backend {
 
   bool is_nccl() const { return name_ == "nccl"; }
 
-  Lane& lane(int device, int peer) {
-    std::lock_guard<std::mutex> hold(lock_);
+  Lane& lane(int device, int peer, const std::string& what) {
+    std::unique_lock<std::mutex> hold(lock_);
     auto& found = lanes_[{device, peer}];
     if (found.key.second == 0) {
       {
@@ -262,8 +262,21 @@ class Communicator final : public c10d::Backend {
       }
       found.of_all_ranks = peer < 0;
       start_thread_of(found.key);
+      auto number = ++connections_[peer];
+      hold.unlock();
+      if (is_nccl()) connect(peer, number, what);
     }
     return found;
+  }
+
+  // The first message of a communicator waits on the host until its ranks have come: NCCL connects them there. Ranks
+  // that use two communicators for the first time in different orders wait for each other.
+  void connect(int peer, int number, const std::string& what) {
+    auto pair = peer < 0 ? "all" : std::to_string(std::min(peer, getRank())) + "-" + std::to_string(std::max(peer, getRank()));
+    auto place = "connection/" + pair + "/" + std::to_string(number) + "/";
+    store_->set(place + std::to_string(getRank()), "here");
+    for (int rank = peer < 0 ? 0 : peer; rank < (peer < 0 ? getSize() : peer + 1); rank++)
+      await(place + std::to_string(rank), what, rank);
   }
 
   static std::string shapes(const Tensors& tensors) {
@@ -328,10 +341,11 @@ class Communicator final : public c10d::Backend {
     int device = tensors.empty() ? current_device() : tensors[0].get_device();
     for (auto& tensor : tensors)
       TORCH_CHECK(tensor.is_cuda() && tensor.get_device() == device, what, ": tensors are on ", tensor.device(), " and cuda:", device);
-    auto& on = lane(device, -1);
     auto number = ++issued_;
-    Run meet = [this, what, number] {
-      if (is_nccl()) agree("#" + std::to_string(number) + " " + what, number);
+    auto numbered = "#" + std::to_string(number) + " " + what;
+    auto& on = lane(device, -1, numbered);
+    Run meet = [this, numbered, number] {
+      if (is_nccl()) agree(numbered, number);
     };
     if (is_coalescing_) {
       coalesced_.push_back({outputs, tensors, [this, run] {
@@ -428,7 +442,7 @@ class Communicator final : public c10d::Backend {
       return nullptr;
     }
     // A queue for each pair, as NCCL has a communicator for each.
-    return queued(type, lane(tensors[0].get_device(), peer), sends ? Tensors{} : tensors, tensors, [run, post, meet] {
+    return queued(type, lane(tensors[0].get_device(), peer, what), sends ? Tensors{} : tensors, tensors, [run, post, meet] {
       post();
       meet();
       run();
@@ -481,6 +495,7 @@ class Communicator final : public c10d::Backend {
   std::string name_, group_;
   std::mutex lock_;
   std::map<std::pair<int, int>, Lane> lanes_; // by device, and peer or -1
+  std::map<int, int> connections_; // by peer or -1
   std::map<std::string, uint64_t> transfers_;
   std::vector<Issued> coalesced_;
   Pending* pending_ = nullptr;

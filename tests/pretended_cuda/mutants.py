@@ -115,6 +115,13 @@ def everything() -> list[Mutant]:
         ),
         Mutant("wait for a reduction", group, "            self.work.wait()\n", "            pass\n", ddp),
         Mutant("copy before a send", messages, "        copied.synchronize()", "        pass", pipeline),
+        Mutant(
+            "order of lanes",
+            messages,
+            "        for lane in lanes.values():\n",
+            "        for lane in sorted(lanes.values(), key=id, reverse=bool(rank)):\n",
+            (STRATEGIES + " -k pipeline",),
+        ),
         Mutant("mark before a send", messages, "after=self._copier.mark())", "after=None)", pipeline),
         Mutant(
             "device of a communication thread",
