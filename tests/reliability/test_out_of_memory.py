@@ -161,15 +161,25 @@ class AskOnHost(Callback):
 
 
 def on_two_ranks_as_on_gpus() -> Any:
+    marked, backward = [], torch.autograd.backward
+
     def read(parameters: Any) -> bool:
         raise AssertionError("reading a gradient is a device sync")
 
+    def counted(tensors: Any, gradients: Any = None, *others: Any, **settings: Any) -> None:
+        if gradients is not None:  # those that mark the step on a rank without memory
+            marked.append(1 if isinstance(gradients, torch.Tensor) else len(gradients))
+        backward(tensors, gradients, *others, **settings)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(multiprocess, "_has_nan_gradients", read)
+        monkeypatch.setattr(torch.autograd, "backward", counted)
         found, given = Large(3, rank=1), Large()
         fit(DDPStrategy(device="cpu", micro_batch_size="auto"), found, callbacks=[AskOnHost()])
         fit(DDPStrategy(device="cpu", micro_batch_size=2), given)
         assert_same_bits(found, given)
+        # One at a time: where memory is short there is none for a second set of gradients.
+        assert not marked if dist.get_rank() == 0 else set(marked) == {1}
         return {name: tensor.tolist() for name, tensor in found.named_parameters()}
 
 
