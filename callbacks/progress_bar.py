@@ -313,7 +313,8 @@ class ProgressText:
         metrics = dict(self._progress.run.state.metrics)  # copied at once: the main thread may be adding to it
         rate = f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s"
         elapsed = clock(now - self._progress.started)
-        own, other = [], []  # what the step returns, and what callbacks add
+        own: list[str] = []  # what the step returns
+        other: list[str] = []  # what callbacks add
         for name, value in metrics.items():
             if name.startswith("train/") and name not in _SHOWN_ELSEWHERE:
                 (other if name in _SHOWN_LAST else own).append(f"{name.removeprefix('train/')} {number(value)}")

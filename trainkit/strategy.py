@@ -336,8 +336,7 @@ class Strategy:
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         index = next(index for index in range(len(present)) if present[index] != former[index])
         # Of shards there are more entries than parameters, and they are not part of the task while they are gathered.
-        changed = id(self._trained[index]) if index < len(self._trained) else None
-        name = names.get(changed, "a parameter")
+        name = names.get(id(self._trained[index]), "a parameter") if index < len(self._trained) else "a parameter"
         did = (
             f"calls backward itself: {name} has a gradient before that of the returned loss"
             if present[index]
