@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -56,14 +54,6 @@ def raising_module(error: BaseException) -> str:
     """Return the name of the module whose code raised `error`; empty without a traceback."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add a line to the end of an error's traceback; Python 3.10 logs it instead."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        logging.getLogger(__name__).error("%s: %s", note, error)
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

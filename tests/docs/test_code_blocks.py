@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +171,6 @@ def test_other_programs_of_a_page_are_known(page: Path) -> None:
 def test_parts_of_a_package_are_found_by_the_entry_points_that_are_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     blocks = blocks_of(ROOT / "docs/extending.md")
     (shown,) = (tomllib.loads(block.code) for block in blocks if block.language == "toml")
     groups = shown["project"]["entry-points"]

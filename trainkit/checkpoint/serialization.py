@@ -9,7 +9,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,7 +24,7 @@ from trainkit.errors import CheckpointError, DamagedCheckpoint, UserError, neare
 from trainkit.files import ALGORITHMS, FileDigest, ShardFile, file_digest, first_line
 
 if TYPE_CHECKING:
-    from typing_extensions import NotRequired
+    from typing import NotRequired
 
 FORMAT_VERSION = 2
 """1: one file for each checkpoint; 2: shards beside it."""
@@ -87,7 +87,7 @@ def with_metadata(payload: dict[str, Any], labels: Labels) -> dict[str, Any]:
         "epoch": int(labels["epoch"]),
         "metrics": {key: float(value) for key, value in labels.get("metrics", {}).items()},
         "reason": labels.get("reason", "interval"),
-        "saved_at": datetime.now(timezone.utc).isoformat(timespec="microseconds"),
+        "saved_at": datetime.now(UTC).isoformat(timespec="microseconds"),
         "format_version": FORMAT_VERSION,
     }
     return {HEADER: header, **plain(payload)}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainkit.distributed.collectives import ProcessGroupCollectives, ReduceOp
 from trainkit.distributed.failure_store import FailureStore, RankError, is_lost
-from trainkit.errors import UserError, add_note
+from trainkit.errors import UserError
 
 from ...transports.hosts import HostLayout, OwnGroups, host_name
 from ..plan.traffic import Placing, rank_grid
@@ -249,7 +249,7 @@ class PipelineErrors:
         self._published = error
         self.publish(f"{type(error).__name__}: {error}", where=where)
         if where:
-            add_note(error, f"{self._name}, {where}")
+            error.add_note(f"{self._name}, {where}")
 
     def publish(self, why: str, *, where: str = "") -> None:
         """Publish why this rank stops; only the first message of all ranks is kept."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from trainkit.devices import seed_device
-from trainkit.errors import UserError, add_note
+from trainkit.errors import UserError
 from trainkit.metrics.sync import metrics_in
 from trainkit.optim.precision import Precision
 from trainkit.rng import seed_python, seeded_python
@@ -147,7 +147,7 @@ class StageExecutor:
             except Exception as error:
                 # Of an error inside a call that this stage executes, placeholders are not the cause.
                 if len(self.stage_graphs) > 1 and not isinstance(error, UserError) and not _is_of_a_call(error):
-                    add_note(error, _OF_PLACEHOLDERS)
+                    error.add_note(_OF_PLACEHOLDERS)
                 raise
             else:
                 interpreter.check_end()

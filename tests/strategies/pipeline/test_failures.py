@@ -4,7 +4,6 @@ import functools
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 
@@ -153,8 +152,7 @@ def test_every_stage_names_the_stage_that_failed_and_the_place():
     place = "backward of micro-batch 1 in stage 1"
     assert f"stage 1 of replica 0 stopped in step 1, {place}: ValueError: a wrong gradient" in backward_message
     assert "ValueError: a wrong gradient" in own
-    if sys.version_info >= (3, 11):
-        assert place in own
+    assert place in own
 
 
 class _Store:
