@@ -1,7 +1,7 @@
 """Progress of a run: a live display on a terminal, a live line in a notebook, one line per log point elsewhere.
 
 epoch 3/10  ━━━━━━━━━━━━━━━━━╺──────────────  step 1,240/4,000  31%  ETA 2:10
-loss 0.1234  accuracy 0.9812  learning_rate 0.001  12,345 samples/s  0:58
+loss 0.1234  accuracy 0.9812  12,345 samples/s  0:58  learning_rate 0.001
 validation  ━━━━━━━━━╺───────────────────────  12/40
 """
 
@@ -110,7 +110,9 @@ class ProgressBar(Callback):
         for name, value in metrics.items():
             mode = self._modes.get(name, "min" if name.endswith("loss") else None)
             sign = -1 if mode == "max" else 1
-            if mode is not None and (name not in self._best or sign * value <= sign * self._best[name][0]):
+            if mode is None or math.isnan(value):
+                continue
+            if name not in self._best or sign * value <= sign * self._best[name][0]:
                 self._best[name] = value, step
 
     def _metric_table(self, metrics: Mapping[str, float], *, since: str) -> Table:
@@ -135,7 +137,7 @@ class ProgressBar(Callback):
 
 def _modes(run: Run) -> dict[str, str]:
     """Return `min` or `max` for each metric that the run monitors."""
-    modes = {callback.monitored: getattr(callback, "mode", None) for callback in run.callbacks}
+    modes = {callback.monitored: callback.mode for callback in run.callbacks if hasattr(callback, "mode")}
     with suppress(CheckpointError):  # no metric is monitored
         if run.checkpointer.store is not None:
             monitor = run.checkpointer.store.monitor()

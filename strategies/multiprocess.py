@@ -428,7 +428,7 @@ class MultiProcessStrategy(Strategy):
                     former = self._watched_gradients(batch)
                     with self.precision.forward():
                         returned = step(micro_batch.batch)
-                    self._check_gradients_kept(task, former)
+                    self._check_gradients_kept(task, former, is_first=not outputs)
                     output = read_training_output(returned, micro_batch.num_samples, task, of=batch.num_samples)
                     self._backward(output, micro_batch, batch)
                 outputs.append(output)

@@ -185,8 +185,8 @@ class StepTimer:
 
 def _within(estimates: dict[str, float], seconds: float) -> dict[str, float]:
     """Return the parts extrapolated from some steps, scaled down if these were slower than the others."""
-    total = sum(estimates.values())
-    factor = max(seconds, 0.0) / total if total > seconds else 1.0
+    total, seconds = sum(estimates.values()), max(seconds, 0.0)
+    factor = seconds / total if total > seconds else 1.0
     return {part: value * factor for part, value in estimates.items()}
 
 

@@ -274,7 +274,7 @@ class Strategy:
                 # The backward is outside of autocast, as torch asks: it uses the dtypes of the forward.
                 with self.precision.forward():
                     returned = step(micro_batch.batch)
-                self._check_gradients_kept(task, former)
+                self._check_gradients_kept(task, former, is_first=index == 0)
                 output = read_training_output(
                     returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
                 )
@@ -323,19 +323,25 @@ class Strategy:
         """Return which gradients there are before a step; `None` if it may add and remove some, as in a plain loop."""
         return None if self._is_plain_step(batch) else self._have_gradients()
 
-    def _check_gradients_kept(self, task: TaskModule, former: list[bool] | None) -> None:
-        """Raise UserError if a step has added or removed gradients itself.
+    def _check_gradients_kept(self, task: TaskModule, former: list[bool] | None, *, is_first: bool) -> None:
+        """Raise UserError if a step has left gradients where there were none, or removed some of other micro-batches.
 
-        They would miss the weight of their micro-batch, the scale of the loss and the sum over ranks.
+        They would miss the weight of their micro-batch, the scale of the loss and the sum over ranks. Before the first
+        micro-batch there are those of parameters without an optimizer only, which it may remove.
         """
         if former is None:
             return
         present = self._have_gradients()
-        if present == former:
+        changed = [
+            index
+            for index, (before, after) in enumerate(zip(former, present, strict=True))
+            if before != after and (after or not is_first)
+        ]
+        if not changed:
             return
         names = {id(parameter): name for name, parameter in task.named_parameters()}
-        index = next(index for index in range(len(present)) if present[index] != former[index])
         # Of shards there are more entries than parameters, and they are not part of the task while they are gathered.
+        index = changed[0]
         name = names.get(id(self._trained[index]), "a parameter") if index < len(self._trained) else "a parameter"
         did = (
             f"calls backward itself: {name} has a gradient before that of the returned loss"
@@ -345,7 +351,8 @@ class Strategy:
         raise UserError(
             f"{type(task).__name__}.{self._step_name} {did}. Remove the calls of backward and zero_grad, and return "
             "the loss; for the gradients of several losses return their sum. A gradient that a loss needs comes from "
-            "torch.autograd.grad. As a plain loop does it, it runs with strategy=single and one micro-batch."
+            "torch.autograd.grad. As a plain loop does it, it runs with strategy=single, one micro-batch and another "
+            "precision than fp16-mixed."
         )
 
     def _is_plain_step(self, batch: StepBatch) -> bool:

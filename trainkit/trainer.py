@@ -290,8 +290,8 @@ class Trainer:
         if result.weights is not None:
             self._load_trained(task, result.weights)
             for callback, state in zip(config.callbacks, result.callback_states, strict=True):
-                if state:  # not one that is filled while a checkpoint is saved
-                    callback.load_state_dict(state)
+                if state is not None:
+                    _load_state(callback, state)
         if result.exit_reason in EXIT_CODES:
             if result.exit_reason == self.requeue_after and self.strategy.comm.is_main:
                 requeue_job()
@@ -496,6 +496,15 @@ def _check_compiles(strategy: Strategy) -> None:
             f"compile does not work with {type(strategy).__name__}, which makes the task's replicas anew in every "
             "step. Set trainer.compile=false, or strategy=ddp."
         )
+
+
+def _load_state(callback: Callback, state: dict[str, Any]) -> None:
+    """Load what a callback has become in the ranks; the run has ended well, whatever the callback makes of it."""
+    try:
+        callback.load_state_dict(state)
+    except Exception as error:
+        name = type(callback).__name__
+        logger.warning("%s did not take its state from the ranks: %s: %s.", name, type(error).__name__, error)
 
 
 def _check_scripts(task: TaskModule, strategy: Strategy) -> None:

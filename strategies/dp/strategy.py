@@ -145,7 +145,6 @@ class DataParallelStrategy(PhaseTraining):
 
     supports_auto_micro_batch = True
     supports_compile = False
-    supports_scripts = False
 
     def __init__(
         self,
@@ -180,6 +179,10 @@ class DataParallelStrategy(PhaseTraining):
     @property
     def devices_of_rank(self) -> list[torch.device]:
         return list(dict.fromkeys(self.devices))
+
+    @property
+    def supports_scripts(self) -> bool:  # type: ignore[override] # one device has the task itself
+        return len(self.devices) == 1
 
     def validate(self, task: TaskModule, precision: Precision) -> str:
         return self.devices[0].type
@@ -251,7 +254,7 @@ class DataParallelStrategy(PhaseTraining):
         read = partial(read_training_output, of=batch.num_samples)
         former = self._watched_gradients(batch)
         outputs = self._on_replicas(task, shards, self._step_name, read, state=self._state)
-        self._check_gradients_kept(task, former)
+        self._check_gradients_kept(task, former, is_first=shards[0] is batch.micro_batches[0])
         if versions:
             self._check_unchanged(task, versions)
             self._check_shapes(task, shapes)

@@ -331,7 +331,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     former = self._watched_gradients(batch)
                     with self.precision.forward():
                         returned = sharded.run(self._step_name, micro_batch.batch)
-                    self._check_gradients_kept(task, former)
+                    self._check_gradients_kept(task, former, is_first=index == 0)
                     output = read_training_output(
                         returned, micro_batch.num_samples, task, self._step_name, of=batch.num_samples
                     )
@@ -352,7 +352,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def _have_gradients(self) -> list[bool]:
         # Those that are not reduced yet are in the gathered parameters.
         gathered = [shard.gathered for shard in self._task.shards]
-        return super()._have_gradients() + [weight is not None and weight.grad is not None for weight in gathered]
+        trained = [self._locals.get(id(parameter), parameter) for parameter in self._trained]  # no DTensor is made
+        return [weight is not None and weight.grad is not None for weight in (*trained, *gathered)]
 
     def _num_rounds(self, batch: StepBatch) -> int:
         """Return the largest number of micro-batches of any rank; collective if they may differ."""

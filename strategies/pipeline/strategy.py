@@ -187,6 +187,7 @@ class PipelineStrategy(MultiProcessStrategy):
     def _take_place(self) -> None:
         """Take this rank's place in the mesh, with nothing partitioned."""
         self._end_runtime()
+        self._timelines = StepTimelines()
         mesh = self.mesh
         self.comm = PipelineCollectives(self._of_all_ranks, mesh, step=lambda: self._steps)
         # A single rank has no failure store, and nobody reads its errors in the one that is made here.

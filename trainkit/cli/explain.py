@@ -183,14 +183,18 @@ class _Explanations:
         yield f"  available with {' or '.join(choices)}"
 
     def _choice(self, path: str) -> Iterator[str]:
-        """Yield the description of an object that the config does not have, by its path or the name of its choice."""
-        for choice, place, target in self._objects():
-            if path in (place, choice.partition("=")[2]):
-                keys = _keys_of(target, place)
-                yield from (place, f"  {_summary_of(target)}", f"  available with {choice}", f"  keys of {target}:")
-                yield from _columns({key: _first_sentence(keys[key].doc) for key in keys})
-                return
-        raise UserError(self._unknown(path))
+        """Yield the descriptions of the objects at a path, or of the choice with a name."""
+        objects = [item for item in self._objects() if path in (item[1], item[0].partition("=")[2])]
+        if not objects:
+            raise UserError(self._unknown(path))
+        for choice, place, target in objects:
+            node = _value(self._tree, place)
+            if isinstance(node, Mapping) and node.get("_target_") == target:
+                yield from self._section(place, node)
+                continue
+            keys = _keys_of(target, place)
+            yield from (place, f"  {_summary_of(target)}", f"  available with {choice}", f"  keys of {target}:")
+            yield from _columns({key: _first_sentence(keys[key].doc) for key in keys})
 
     def _all_known(self) -> Iterator[tuple[str, str, Parameter]]:
         """Yield the keys of every choice of every group, each after the override that chooses it."""

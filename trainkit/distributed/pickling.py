@@ -129,7 +129,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
             return NotImplemented
         # A class that torch made for this module, which refuses to be pickled.
         original = kind.__bases__[0]
-        state = original.__getstate__(module) if hasattr(original, "__getstate__") else vars(module)
+        state = original.__getstate__(module)  # type: ignore[call-arg] # a bound method to type checkers
         return _without_init, (original,), state, None, None, _parametrize
 
     def _reduced_function(self, function: FunctionType) -> Any:

@@ -346,6 +346,8 @@ def make_phase_step(task: TaskModule, strategy: Strategy, phase_optimizer: Phase
         partial(phase_optimizer.step_schedules, "step"),
     )
     if not phase_optimizer.needs_closure:
+        if not task.manual:  # a LightningModule may step its optimizers itself, with closures
+            phase_optimizer.check_step()
         return step
     from trainkit.loops.closure import Closure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -66,7 +67,7 @@ class FitResult:
     exit_reason: str
     run_dir: Path | None
     weights: dict[str, Any] | None = field(default=None, repr=False)
-    callback_states: Sequence[dict[str, Any]] = field(default=(), repr=False)
+    callback_states: Sequence[dict[str, Any] | None] = field(default=(), repr=False)
 
 
 def fit_on_rank(
@@ -101,10 +102,31 @@ def fit_on_rank(
         _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")
         if isinstance(strategy, StartsRanks):
             result.weights = strategy.final_state_dict(task)
-            # On every rank, as for a save: a state may be gathered.
-            states = [map_tensors(callback.state_dict(), Tensor.cpu) for callback in config.callbacks]
-            result.callback_states = states if result.weights is not None else ()
+            result.callback_states = _callback_states(config.callbacks, is_wanted=result.weights is not None)
         return result
+
+
+def _callback_states(callbacks: Sequence[Callback], *, is_wanted: bool) -> list[dict[str, Any] | None]:
+    """Return the states of callbacks for the process that called `fit`; `None` for one that cannot be sent.
+
+    Called on every rank, as before a save: a state may be gathered. No error of a callback may cost the weights.
+    """
+    states: list[dict[str, Any] | None] = []
+    for callback in callbacks:
+        sent = None
+        # What `on_save` adds to a state is in checkpoints only.
+        if type(callback).on_save is Callback.on_save:
+            try:
+                state = callback.state_dict()
+                sent = map_tensors(state, Tensor.cpu) if is_wanted else None
+                pickle.dumps(sent)
+            except Exception as error:
+                sent = None
+                logger.warning(
+                    "the state of %s stays in the ranks: %s: %s.", type(callback).__name__, type(error).__name__, error
+                )
+        states.append(sent)
+    return states
 
 
 def evaluate_on_rank(

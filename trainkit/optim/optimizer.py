@@ -133,24 +133,25 @@ class PhaseOptimizer:
         self.needs_closure = isinstance(optimizer, LBFGS)
         """True if a step evaluates the loss several times, by `closure`."""
         self.closure: Callable[[], Tensor] | None = None
-        self._check_step()
         self._plain_step = _plain_step_of(optimizer)
         self._scaler = precision.scaler_of(self.phase)
         self._schedules_of = {when: [schedule for schedule in schedules if schedule.every == when] for when in _MOMENTS}
         self._check_evaluations()
 
-    def _check_step(self) -> None:
+    def check_step(self) -> None:
         """Raise UserError for an optimizer other than LBFGS whose step must be given a closure.
 
         Some take the gradients that are there for the first evaluation, and others ask for it again.
         """
-        name, step = type(self.optimizer).__name__, inspect.signature(type(self.optimizer).step).parameters
-        if not self.needs_closure and "closure" in step and step["closure"].default is inspect.Parameter.empty:
-            raise UserError(
-                f"{name}.step must be given a closure, which trainkit gives torch.optim.LBFGS only. Make its "
-                "evaluations in a phase with manual = True (control.backward, a change of the weights, "
-                "control.backward again, control.step), and give the phase the optimizer that makes the update."
-            )
+        for optimizer in members(self.optimizer):
+            step = inspect.signature(type(optimizer).step).parameters
+            if not self.needs_closure and "closure" in step and step["closure"].default is inspect.Parameter.empty:
+                raise UserError(
+                    f"{type(optimizer).__name__}.step must be given a closure, which trainkit gives torch.optim.LBFGS "
+                    "only. Make its evaluations in a phase with manual = True (control.backward, a change of the "
+                    "weights, control.backward again, control.step), and give the phase the optimizer that makes the "
+                    "update."
+                )
 
     def _check_evaluations(self) -> None:
         """Raise UserError if a step has several evaluations, and a setting would change or skip one of them."""
