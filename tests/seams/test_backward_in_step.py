@@ -101,3 +101,19 @@ def test_a_gradient_that_a_scaler_would_not_scale_is_refused_by_name(tmp_path, m
     trainer = Trainer(SingleStrategy(device="cpu"), max_duration="1epoch", precision="fp16-mixed", loggers=[])
     with pytest.raises(UserError, match=r"calls backward itself: a\.weight has a gradient"):
         trainer.fit(Twice(), Data(train=samples(), batch_size=BATCH_SIZE, shuffle=False))
+
+
+class HeadOnly(Layers):
+    """A step that begins as a loop does; the parameters of `a` and `b` keep gradients that no optimizer uses."""
+
+    def training_step(self, batch):
+        self.zero_grad()
+        return super().training_step(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.c.parameters(), lr=0.1)
+
+
+def test_gradients_that_no_optimizer_uses_may_be_removed_before_the_first_micro_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert difference(trained("ddp", HeadOnly()), by_loop(HeadOnly)) < BOUND

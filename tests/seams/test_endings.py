@@ -143,3 +143,26 @@ def test_the_states_of_callbacks_come_back_from_ranks_that_are_other_processes(s
         states.append([torch.stack(norms.norms), stopping.state_dict()["best"], stopping.state_dict()["best_step"]])
     one, several = states
     torch.testing.assert_close(one, several)
+
+
+class NotSent(Norms):
+    """Has a state that no other process can have."""
+
+    def state_dict(self):
+        return {"call": lambda: None}
+
+
+class NotTaken(Norms):
+    def load_state_dict(self, saved):
+        raise KeyError("average")
+
+
+def test_a_state_that_cannot_come_back_costs_nothing_but_a_warning(caplog):
+    def train(strategy, *callbacks):
+        task, data = Layers(), Data(train=samples(), batch_size=8, shuffle=False)
+        Trainer(MAKE_STRATEGY[strategy](), callbacks=[*callbacks], loggers=[], report=False).fit(task, data)
+        return task.state_dict()
+
+    weights = train("ddp", NotSent(), NotTaken())
+    assert "NotTaken did not take its state from the ranks: KeyError: 'average'" in caplog.text
+    torch.testing.assert_close(weights, train("single"))

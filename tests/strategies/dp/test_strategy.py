@@ -298,6 +298,7 @@ def test_torchscript_modules_raise_an_error_with_a_remedy(make_trainer):
 
     with pytest.raises(UserError, match=r"TorchScript .*strategy=ddp"):
         make_trainer(dp(2)).fit(Scripted(), Data(train=numbers(8), batch_size=8))
+    make_trainer(dp(1), max_duration="1step").fit(Scripted(), Data(train=numbers(8), batch_size=8))  # no replicas
 
 
 # ---- Threads and random numbers
