@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _BAR_WIDTH = 24
-_ANY_WIDTH = 10_000
 _SHOWN_LAST = ("train/learning_rate", "train/data_wait_fraction", "train/grad_norm")
 _SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_second")
 
@@ -281,7 +280,7 @@ class NotebookProgress:
 class ProgressText:
     """The progress of a run as lines of text with bars."""
 
-    def __init__(self, progress: RunProgress, *, width: Callable[[], int] = lambda: _ANY_WIDTH) -> None:
+    def __init__(self, progress: RunProgress, *, width: Callable[[], int] = lambda: sys.maxsize) -> None:
         from rich.text import Text
 
         self._text = Text
@@ -315,11 +314,9 @@ class ProgressText:
         metrics = dict(self._progress.run.state.metrics)  # copied at once: the main thread may be adding to it
         rate = f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s"
         elapsed = clock(now - self._progress.started)
-        own: list[str] = []  # what the step returns
-        other: list[str] = []  # what callbacks add
-        for name, value in metrics.items():
-            if name.startswith("train/") and name not in _SHOWN_ELSEWHERE:
-                (other if name in _SHOWN_LAST else own).append(f"{name.removeprefix('train/')} {number(value)}")
+        # What callbacks add comes last: a narrow terminal must show what the step returns.
+        last = {name: metrics.pop(name) for name in _SHOWN_LAST if name in metrics}
+        own, other = self._progress.training_metrics(metrics), self._progress.training_metrics(last)
         line, *rest = map(printable, [*own, rate, elapsed, *other])
         for item in rest:
             if len(line) + 2 + len(item) <= self._width():

@@ -68,8 +68,8 @@ FAMILIAR: Mapping[str, str] = {
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "resume"),
 }
 """Names in other frameworks, and the key that does the same; without a section an argument of `fit`."""
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ def check_arguments(
             raise UserError(f"{of}{'.' if of else ''}{name}{message}")
 
 
-def named_arguments(function: Callable[P, R]) -> Callable[P, R]:
+def named_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a method that raises UserError with the nearest name for an argument that it does not have."""
 
     @wraps(function)
-    def call(*values: P.args, **named: P.kwargs) -> R:
+    def call(*values: _P.args, **named: _P.kwargs) -> _R:
         try:
             return function(*values, **named)
         except TypeError as error:

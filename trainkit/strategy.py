@@ -332,11 +332,10 @@ class Strategy:
         if former is None:
             return
         present = self._have_gradients()
-        changed = [
-            index
-            for index, (before, after) in enumerate(zip(former, present, strict=True))
-            if before != after and (after or not is_first)
-        ]
+        if present == former:  # in every micro-batch
+            return
+        pairs = enumerate(zip(former, present, strict=True))
+        changed = [index for index, (had, has) in pairs if had != has and (has or not is_first)]
         if not changed:
             return
         names = {id(parameter): name for name, parameter in task.named_parameters()}

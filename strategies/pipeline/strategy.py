@@ -156,7 +156,6 @@ class PipelineStrategy(MultiProcessStrategy):
             trace=self.trace,
         )
         self.state = PipelineState()
-        self._timelines = StepTimelines()
         self.plan_report: PlanReport | None = None
         """The stages, once the task is partitioned."""
         self._gradients: dict[str, StageGradients] = {}  # by phase

@@ -170,9 +170,10 @@ class StepTimelines:
     def add(self, spans: Sequence[Sequence[Span]], folder: Path, *, expected: float) -> None:
         """Write the timeline, now also of a step with these spans, unless it has fewer actions than others."""
         num_actions = _num_actions(spans)
-        if any(_num_actions(kept) > num_actions for kept in self._steps):
+        most = _num_actions(self._steps[0]) if self._steps else 0  # all that are kept have as many
+        if num_actions < most:
             return
-        if any(_num_actions(kept) < num_actions for kept in self._steps):
+        if num_actions > most:
             self._steps.clear()
         self._steps.append(spans)
         by_length = sorted(self._steps, key=_length)
