@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.console import Table, plain, show
+from trainkit.console import Table, plain, show, size
 from trainkit.devices import (
     has_streams,
     is_cuda,
@@ -19,7 +19,6 @@ from trainkit.devices import (
     write_memory_history,
 )
 from trainkit.files import optional_file, write_optional
-from trainkit.report.html import size
 from trainkit.run import Run
 from trainkit.settings import check_arguments
 from trainkit.strategy import local_state

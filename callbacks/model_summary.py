@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
-from trainkit.console import Table, say, show
+from trainkit.console import Table, say, show, size
 from trainkit.model.flops import StepCost, cost_of_step
 from trainkit.optim.lr_schedule import linear_scaling
 from trainkit.registry import name_of
-from trainkit.report.html import short, size
+from trainkit.report.html import short
 from trainkit.run import Run
 from trainkit.settings import check_arguments
 from trainkit.strategy import check_whole_parameters, local_state, named_state

@@ -1,8 +1,11 @@
 """Progress of a run: a live display on a terminal, a live line in a notebook, one line per log point elsewhere.
 
+epoch 2/10  step 800  loss 0.1502  validation/loss 0.1421 *  validation/accuracy 0.9613 *  0:38
 epoch 3/10  ━━━━━━━━━━━━━━━━━╺──────────────  step 1,240/4,000  31%  ETA 2:10
 loss 0.1234  accuracy 0.9812  12,345 samples/s  0:58  learning_rate 0.001
 validation  ━━━━━━━━━╺───────────────────────  12/40
+
+The lines of evaluations stay, above the display; a star marks the best value so far.
 """
 
 from __future__ import annotations
@@ -11,16 +14,17 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt, Le
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
-from trainkit.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, terminal
+from trainkit.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, size, terminal
+from trainkit.devices import has_streams
 from trainkit.errors import CheckpointError
 from trainkit.rng import SavedGenerators
 from trainkit.run import Run
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _BAR_WIDTH = 24
+_CURVE_WIDTH = 16  # columns: with it the table of metrics fits into 80
+_CURVE_POINTS = 512  # that are kept of a metric
+_CURVE_LEVELS = "▁▂▃▄▅▆▇█"
 _SHOWN_LAST = ("train/learning_rate", "train/data_wait_fraction", "train/grad_norm")
 _SHOWN_ELSEWHERE = ("train/epoch", "train/samples_per_second", "train/steps_per_second")
 
@@ -54,11 +61,12 @@ class ProgressBar(Callback):
         self._in_notebook = in_notebook()  # where it is made: ranks are other processes
         self._modes: dict[str, str] = {}  # of monitored metrics
         self._best: dict[str, tuple[float, int]] = {}  # the value and its step
+        self._curves: dict[str, Curve] = {}
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
             self._start(run)
-            self._modes, self._best = _modes(run), {}
+            self._modes, self._best, self._curves = _modes(run), {}, {}
 
     def on_evaluation_start(self, run: Run, stage: str) -> None:
         if run.is_main and run.phase_optimizer is None:  # validate, test or predict
@@ -80,19 +88,25 @@ class ProgressBar(Callback):
                 say("  ".join(_named(metrics)))
             return
         self._follow(metrics, run.state.step)
-        if self._display is None and metrics:
-            say("  ".join([f"step {run.state.step:,}", *_named(metrics)]))
+        if metrics:
+            self._say_evaluation(self._progress, metrics)
 
     def on_fit_end(self, run: Run) -> None:
         if self._progress is None:
             return
+        draws_curves = self._display is not None
         self.close()
         state = run.state
-        rate = [f"{number(round(state.samples / state.seconds, 1))} samples/s"] if state.seconds > 0 else []
         done = [f"{state.step:,} steps", f"{number(round(state.epochs, 2))} epochs", f"{state.samples:,} samples"]
-        say(f"{run.stop_reason or 'finished'}: {', '.join([*done, clock(state.seconds), *rate])}")
+        done.append(clock(state.seconds))
+        if state.seconds > 0:
+            done.append(f"{number(round(state.samples / state.seconds, 1))} samples/s")
+        if has_streams(run.strategy.device):
+            done.append(f"peak memory {size(run.peak_memory.of_run())}")
+        say(f"{run.stop_reason or 'finished'}: {', '.join(done)}")
         if state.metrics:
-            show(self._metric_table(state.metrics, since="" if run.resumed_from is None else " since the resume"))
+            since = "" if run.resumed_from is None else " since the resume"
+            show(self._metric_table(state.metrics, since=since, draws_curves=draws_curves))
         if run.checkpointer.store is not None and run.checkpointer.store.entries():
             show(_checkpoint_table(run.checkpointer.store))
 
@@ -105,7 +119,7 @@ class ProgressBar(Callback):
             self._display = None
 
     def _follow(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep the best value of each metric of which the better direction is known."""
+        """Keep the best value and the curve of each metric of which the better direction is known."""
         for name, value in metrics.items():
             mode = self._modes.get(name, "min" if name.endswith("loss") else None)
             sign = -1 if mode == "max" else 1
@@ -113,14 +127,36 @@ class ProgressBar(Callback):
                 continue
             if name not in self._best or sign * value <= sign * self._best[name][0]:
                 self._best[name] = value, step
+            self._curves.setdefault(name, Curve()).add(step, value)
 
-    def _metric_table(self, metrics: Mapping[str, float], *, since: str) -> Table:
-        table = Table("Metrics", ["metric", "last", *([f"best{since}", "at step"] if self._best else [])])
+    def _say_evaluation(self, progress: RunProgress, metrics: Mapping[str, float]) -> None:
+        """Write the line of an evaluation, which stays above the display."""
+        state = progress.run.state
+        loss = [f"loss {number(state.metrics['train/loss'])}"] if "train/loss" in state.metrics else []
+        values = [
+            f"{item} *" if self._best.get(name, (0, -1))[1] == state.step else item
+            for name, item in zip(metrics, _named(metrics), strict=True)
+        ]
+        elapsed = clock(time.monotonic() - progress.started)
+        if self._display is None:
+            say("  ".join([progress.step(), f"epoch {progress.epoch()}", *values, elapsed]))
+        else:
+            self._display.say([f"epoch {progress.epoch()}", f"step {state.step:,}", *loss, *values], last=elapsed)
+
+    def _metric_table(self, metrics: Mapping[str, float], *, since: str, draws_curves: bool) -> Table:
+        table = Table("Metrics", ["metric", "last"])
+        if self._best:
+            table.columns = [*table.columns, f"best{since}", "at step", *(["curve"] if draws_curves else [])]
         # Those of validation first. The line above has the rates of the whole run, and the epochs.
         for name, value in sorted(metrics.items(), key=lambda item: (item[0].startswith("train/"), item[0])):
-            if name not in _SHOWN_ELSEWHERE:
-                best = [number(self._best[name][0]), f"{self._best[name][1]:,}"] if name in self._best else ["", ""]
-                table.rows.append([name, number(value), *(best if self._best else [])])
+            if name in _SHOWN_ELSEWHERE:
+                continue
+            row = [name, number(value)]
+            if name in self._best:
+                best, step = self._best[name]
+                row += [number(best), f"{step:,}", self._curves[name].drawn(_CURVE_WIDTH)]
+            # Cut or filled: a table has a cell for each column.
+            table.rows.append([*row, "", "", ""][: len(table.columns)])
         return table
 
     def _start(self, run: Run) -> None:
@@ -132,6 +168,38 @@ class ProgressBar(Callback):
             elif self._in_notebook:
                 self._display = NotebookProgress(self._progress, refresh_per_second=min(1.0, self.refresh_per_second))
         run.has_display = self._display is not None
+
+
+class Curve:
+    """The values of a metric over the steps, drawn in one line."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[int, float]] = []  # step, value
+        self._num_added, self._stride = 0, 1
+
+    def add(self, step: int, value: float) -> None:
+        """Add a value; of a long run only every second one is kept, then every fourth, and so on."""
+        if self._num_added % self._stride == 0:
+            self._points.append((step, value))
+        self._num_added += 1
+        if len(self._points) > _CURVE_POINTS:
+            del self._points[1::2]
+            self._stride *= 2
+
+    def drawn(self, width: int) -> str:
+        """Return the means over equal numbers of steps as at most `width` blocks, the smallest as the lowest."""
+        points = [(step, value) for step, value in self._points if math.isfinite(value)]
+        if len(points) < 2:
+            return ""
+        width, (first, _), (last, _) = min(width, len(points)), points[0], points[-1]
+        cells: list[list[float]] = [[] for _ in range(width)]
+        for step, value in points:
+            cells[(step - first) * width // (last - first + 1)].append(value)
+        means: list[float] = []
+        for values in cells:  # one without a value goes on as the one before; the first one has a value
+            means.append(sum(values) / len(values) if values else means[-1])
+        low, scale = min(means), (len(_CURVE_LEVELS) - 1) / ((max(means) - min(means)) or 1.0)
+        return "".join(_CURVE_LEVELS[round((mean - low) * scale)] for mean in means)
 
 
 def _modes(run: Run) -> dict[str, str]:
@@ -174,7 +242,7 @@ class RunProgress:
     def line(self, metrics: Mapping[str, float], *, now: float) -> list[str]:
         """Return the items of the line of a log point with the given metrics."""
         items = [self.step(), f"epoch {self.epoch()}", *self.training_metrics(metrics)]
-        items.append(f"{self.samples_per_second(metrics, now=now):,.0f} samples/s")
+        items += [f"{self.samples_per_second(metrics, now=now):,.0f} samples/s", clock(now - self.started)]
         remaining = self.seconds_left(now=now)
         return items if remaining is None else [*items, f"ETA {clock(remaining)}"]
 
@@ -230,11 +298,16 @@ class LiveProgress:
         self._shown = ExitStack()
         # Taken before the start, which replaces both streams.
         streams, console = (sys.stdout, sys.stderr), terminal()
-        draw = ProgressText(progress, width=lambda: console.width).draw
+        self._width = lambda: console.width
+        draw = ProgressText(progress, width=self._width).draw
         display = Live(get_renderable=draw, console=console, refresh_per_second=refresh_per_second, transient=True)
         display.start(refresh=True)  # a line printed while the first picture is drawn would repeat it
         self._shown.callback(display.stop)
         self._shown.enter_context(_log_to_current_stderr(streams))
+
+    def say(self, items: Sequence[str], *, last: str) -> None:
+        """Write the items that fit into a line, and `last` in any case, above the display."""
+        say(fitting([*items, last], self._width(), keep=last))
 
     def stop(self) -> None:
         """Remove the display; may be called twice."""
@@ -250,11 +323,19 @@ class NotebookProgress:
     def __init__(self, progress: RunProgress, *, refresh_per_second: float) -> None:
         self._text = ProgressText(progress)
         self._line = ""
+        self._writing = Lock()  # a line of the main thread and the display's would mix
         self._ended = Event()
         # A daemon, or a run that fails could not end its process.
         self._thread = Thread(target=self._refresh, args=(1 / refresh_per_second,), name="progress", daemon=True)
         self._write()
         self._thread.start()
+
+    def say(self, items: Sequence[str], *, last: str) -> None:
+        """Write a line above that of the display."""
+        with self._writing:
+            print("\r" + printable("  ".join([*items, last])).ljust(len(self._line)), flush=True)
+            self._line = ""
+        self._write()
 
     def stop(self) -> None:
         """Leave the last state in the output; may be called twice."""
@@ -272,9 +353,10 @@ class NotebookProgress:
 
     def _write(self) -> None:
         line = "  ".join(filter(None, self._text.draw().plain.split("\n")))
-        if line != self._line:
-            print("\r" + line.ljust(len(self._line)), end="", flush=True)
-            self._line = line
+        with self._writing:
+            if line != self._line:
+                print("\r" + line.ljust(len(self._line)), end="", flush=True)
+                self._line = line
 
 
 class ProgressText:
@@ -317,20 +399,14 @@ class ProgressText:
         # What callbacks add comes last: a narrow terminal must show what the step returns.
         last = {name: metrics.pop(name) for name in _SHOWN_LAST if name in metrics}
         own, other = self._progress.training_metrics(metrics), self._progress.training_metrics(last)
-        line, *rest = map(printable, [*own, rate, elapsed, *other])
-        for item in rest:
-            if len(line) + 2 + len(item) <= self._width():
-                line = f"{line}  {item}"
-        return self._text(line)
+        return self._text(fitting([*own, rate, elapsed, *other], self._width()))
 
     def _evaluation(self) -> Text:
-        """Return the bar of the running evaluation, or else the results of the last validation."""
+        """Return the bar of the running evaluation, or an empty line: the display would jump without it."""
         evaluation = self._progress.run.evaluation
-        if evaluation is None:
-            metrics = dict(self._progress.run.state.metrics)
-            last = {name: value for name, value in metrics.items() if name.startswith("validation/")}
-            return self._text(printable("  ".join(_named(last))), style="green")
         line = self._text()
+        if evaluation is None:
+            return line
         line.append(printable(f"{evaluation.stage}  "), style="bold")
         total = evaluation.num_batches
         if total:
@@ -361,6 +437,20 @@ def _log_to_current_stderr(streams: tuple[object, ...]) -> Iterator[None]:
     finally:
         for handler, stream in redirected:
             handler.setStream(stream)
+
+
+def fitting(items: Sequence[str], width: int, *, keep: str = "") -> str:
+    """Return a line of the first item, and of each further one that leaves it at most `width` wide.
+
+    There is room for `keep`, the last item, unless the first one takes it.
+    """
+    first, *rest = map(printable, items)
+    line = first
+    for place, item in enumerate(rest, start=1):
+        needed = 2 + len(item) + (2 + len(keep) if keep and place < len(rest) else 0)
+        if len(line) + needed <= width:
+            line = f"{line}  {item}"
+    return line
 
 
 def _named(metrics: Mapping[str, float]) -> list[str]:

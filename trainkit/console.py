@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _ANY_WIDTH = 10_000  # columns: lines are not wrapped
 # The last two ranges turn text around: a name could show another command than the one that it holds.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # not newline and tab
@@ -104,6 +105,26 @@ def number(value: float) -> str:
     if isinstance(value, int) or (value == value // 1 and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as `12.3 MiB`."""
+    for unit in _SIZES[:-1]:
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {_SIZES[-1]}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration as `12.3 ms`, `1.25 s` or `1:02:03`."""
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 100:
+        return f"{value:.3g} s"
+    return clock(value) if value >= 3599.5 else f"{clock(value)} min"
 
 
 def clock(seconds: float) -> str:

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import fcntl
 import io
+import math
 import os
 import pty
+import re
 import select
 import struct
 import sys
@@ -17,13 +19,16 @@ from typing import cast
 
 import pyte
 import pytest
-from trainkit.callbacks.progress_bar import LiveProgress, RunProgress
+from hypothesis import given
+from hypothesis import strategies as st
+from trainkit.callbacks.progress_bar import Curve, LiveProgress, ProgressText, RunProgress, fitting
 
 from tests.callbacks import progress_program
 from tests.program import Program
-from trainkit.run import Run
+from trainkit.run import EvaluationProgress, Run
 from trainkit.state import TrainState
 
+CURVE = "▁▂▃▄▅▆▇█"
 SETTLED_SECONDS = 0.03  # without output; the display is drawn ten times a second
 
 
@@ -114,8 +119,15 @@ def test_the_bar_of_a_validation_is_below_that_of_training(whole_run: Shown) -> 
     assert screen[headline + 2].startswith("validation  ━")
 
 
-def test_the_result_of_a_validation_stays_during_training(whole_run: Shown) -> None:
-    assert whole_run.having("validation/loss", "ETA")
+def test_the_line_of_each_validation_stays_above_the_display(whole_run: Shown) -> None:
+    lines = [line for line in whole_run.screens[-1] if re.match(r"epoch \d/2  step \d+  loss ", line)]
+
+    assert [line.split()[3] for line in lines] == ["20", "40", "60"]
+    assert all(re.search(r"  validation/loss \S+( \*)?  \d:\d\d$", line) for line in lines)
+    assert "*" in lines[0]  # the first value is the best so far
+    for screen in whole_run.having("epoch 1/2  step 20", "ETA"):
+        evaluation = next(i for i, line in enumerate(screen) if line.startswith("epoch 1/2  step 20"))
+        assert evaluation < next(i for i, line in enumerate(screen) if "ETA" in line)
 
 
 def test_printed_lines_appear_above_one_complete_display(whole_run: Shown) -> None:
@@ -154,20 +166,79 @@ def test_the_end_shows_tables_of_metrics_and_checkpoints_without_the_display(who
     assert best.endswith("best, last")
 
 
+def test_the_table_of_a_terminal_draws_the_curve_of_each_metric_with_a_best_value(whole_run: Shown) -> None:
+    rows = [line.split() for line in whole_run.screens[-1] if line.startswith(("  validation/loss", "  train/"))]
+
+    drawn = {row[0]: set(row[-1]) for row in rows if row[-1][0] in CURVE}
+    assert set(drawn) == {"validation/loss", "train/loss"}
+    assert all({CURVE[0], CURVE[-1]} <= blocks <= set(CURVE) for blocks in drawn.values())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(-1e9, 1e9) | st.just(math.inf)), max_size=1500),
+    st.integers(1, 40),
+)
+def test_a_curve_has_at_most_the_asked_columns_with_the_lowest_and_highest_block(
+    points: list[tuple[int, float]], width: int
+) -> None:
+    curve, step = Curve(), 0
+    for more, value in points:
+        step += more
+        curve.add(step, value)
+
+    drawn = curve.drawn(width)
+    assert len(drawn) <= width
+    assert set(drawn) <= set(CURVE)
+    if len(set(drawn)) > 1:
+        assert {CURVE[0], CURVE[-1]} <= set(drawn)
+
+
+def test_a_curve_falls_and_rises_as_its_values_over_the_steps() -> None:
+    curve = Curve()
+    for step in range(0, 4001):
+        curve.add(step, abs(step - 2000.0))
+
+    assert curve.drawn(9) == "█▆▄▂▁▂▄▆█"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_line_of_the_display_has_whole_items_and_the_first_ones_first(width: int) -> None:
+    state = TrainState(metrics={f"train/{name}": 0.25 for name in ("loss", "accuracy", *map(str, range(30)))}, step=3)
+    run = SimpleNamespace(state=state, max_steps=9, evaluation=None)
+    run.signals = run.loader = run.phase_optimizer = SimpleNamespace(received=None, num_steps=3)
+    text = ProgressText(RunProgress(cast(Run, run)), width=lambda: width)
+
+    head, numbers, _ = text.draw().plain.split("\n")
+    assert len(head) <= width
+    assert width - len("  1 0.25") < len(numbers) <= width
+    assert numbers.startswith("loss 0.25  accuracy 0.25  0 0.25  1 0.25")
+    assert all(re.fullmatch(r"\S+ \S+|\d:\d\d", item) for item in numbers.split("  "))
+
+
+@pytest.mark.parametrize("width", [20, 80, 120])
+def test_a_line_has_room_for_what_must_be_kept(width: int) -> None:
+    items = ["epoch 1/2", *(f"metric_{i} {i}" for i in range(40)), "0:05"]
+
+    line = fitting(items, width, keep="0:05")
+    assert len(line) <= width
+    assert line.endswith("  0:05")
+    assert line.split("  ")[:-1] == [item for item in items if item in line.split("  ")][:-1]
+
+
 def test_the_first_picture_is_drawn_before_any_other_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The background thread may draw its first while a line is printed, and neither would erase the other's."""
     output = io.StringIO(newline="")
     monkeypatch.setattr(sys, "stdout", output)
-    evaluated = SimpleNamespace(
-        phase_optimizer=None, evaluation=None, state=TrainState(metrics={"validation/loss": 0.5})
-    )
+    evaluated = SimpleNamespace(phase_optimizer=None, evaluation=EvaluationProgress("validation", 8, 4))
+    evaluated.state = TrainState()
     display = LiveProgress(RunProgress(cast(Run, evaluated)), refresh_per_second=0.01)
     screen = pyte.Screen(60, 8)
     try:
-        assert "validation/loss 0.5" in output.getvalue()
+        assert "4/8" in output.getvalue()
         print("printed")
         pyte.Stream(screen).feed(output.getvalue().replace("\n", "\r\n"))
-        assert [line.rstrip() for line in screen.display if line.strip()] == ["printed", "validation/loss 0.5"]
+        bar = f"validation  {12 * '━'}{12 * '─'}  4/8"
+        assert [line.rstrip() for line in screen.display if line.strip()] == ["printed", bar]
     finally:
         display.stop()
 
@@ -176,10 +247,10 @@ def test_the_first_picture_is_drawn_before_any_other_line(monkeypatch: pytest.Mo
 def test_a_narrow_terminal_truncates_lines_instead_of_wrapping_them(tmp_path: Path) -> None:
     shown = run_in_terminal(tmp_path, "fit", columns=40)
 
-    screens = shown.having("epoch 1/2", "━")
+    screens = shown.having("epoch 1/2  ━")
     assert screens
     for screen in screens:
-        heads = [place for place, line in enumerate(screen) if line.startswith("epoch 1/2")]  # not a log line, wrapped
+        heads = [place for place, line in enumerate(screen) if line.startswith("epoch 1/2  ━")]
         assert len(heads) == 1, "\n".join(screen)
         assert screen[heads[0] + 1][:4] in ("loss", "0 sa"), "\n".join(screen)
 
@@ -245,8 +316,9 @@ def test_a_pipe_gets_a_line_for_every_log_point_and_every_evaluation(piped: str)
         return sum(line.startswith(text) for line in lines)
 
     assert [starts(f"step {step}/60  epoch {1 + (step > 30)}/2  loss ") for step in range(5, 61, 5)] == [1] * 12
-    assert [starts(f"step {step}  validation/loss ") for step in (20, 40, 60)] == [1] * 3
-    assert all("samples/s  ETA " in line for line in lines if line.startswith("step 10/60"))
+    evaluations = [starts(f"step {step}/60  epoch {1 + (step > 30)}/2  validation/loss ") for step in (20, 40, 60)]
+    assert evaluations == [1] * 3
+    assert all(re.search(r"samples/s  \d:\d\d  ETA ", line) for line in lines if line.startswith("step 10/60  e"))
 
 
 def test_a_pipe_gets_a_line_for_every_saved_checkpoint(piped_run: tuple[str, str]) -> None:
@@ -257,8 +329,10 @@ def test_a_pipe_gets_the_final_tables(piped: str) -> None:
     lines = [line.split() for line in piped.splitlines()]
     assert ["metric", "last", "best", "at", "step"] in lines
     (last,) = (line for line in lines if len(line) == 4 and line[0] == "validation/loss")
-    evaluations = {line[1]: line[3] for line in lines if line[:1] == ["step"] and line[2:3] == ["validation/loss"]}
-    assert last[1] == evaluations["60"] and last[2] == evaluations[last[3]] == min(evaluations.values(), key=float)
+    evaluations = {line[1]: line[5] for line in lines if line[:1] == ["step"] and line[4:5] == ["validation/loss"]}
+    assert last[1] == evaluations["60/60"] and last[2] == evaluations[f"{last[3]}/60"] == min(
+        evaluations.values(), key=float
+    )
     assert ["train/epoch"] not in [line[:1] for line in lines]
     assert any(line[:1] == ["reached"] and line[-1] == "samples/s" for line in lines)
     assert any(line.endswith("best, last") for line in piped.splitlines())

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report.parsed import Page
+from trainkit.console import seconds, size
 from trainkit.report.charts import Series, chart
-from trainkit.report.html import number, seconds, share, short, size, ticks
+from trainkit.report.html import number, share, short, ticks
 from trainkit.report.record import Curve, averaged, base_names, downsample, read_curves
 
 

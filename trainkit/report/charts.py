@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainkit.console import seconds, size
 from trainkit.profiling import KINDS, Timeline, TimelineSpan
 from trainkit.report.html import (
     SafeHtml,
@@ -14,10 +15,8 @@ from trainkit.report.html import (
     figures,
     join_html,
     number,
-    seconds,
     share,
     short,
-    size,
     ticks,
 )
 from trainkit.report.record import Curve, averaged, base_names, downsample

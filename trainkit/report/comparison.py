@@ -8,10 +8,11 @@ from contextlib import suppress
 from os.path import commonpath
 from pathlib import Path
 
+from trainkit.console import seconds
 from trainkit.errors import UserError
 from trainkit.report.charts import curve_charts, kind_of
 from trainkit.report.config_diff import differing_keys
-from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, seconds, table
+from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, table
 from trainkit.report.record import RunData
 from trainkit.report.step_breakdown import breakdown
 from trainkit.report.sweep_report import Job, differing, read_sweep

@@ -14,7 +14,6 @@ from trainkit import __version__
 # The browser fetches nothing, even if a hostile name contains markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "rect", "line", "polyline", "path", "circle", "polygon"})
-_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _POWERS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -159,28 +158,6 @@ def short(value: float) -> str:
         if abs(value) >= power:
             return f"{value / power:.4g}{letter}"
     return f"{value:.6g}"
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes as `12.3 MiB`."""
-    for unit in _SIZES[:-1]:
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} {_SIZES[-1]}"
-
-
-def seconds(value: float) -> str:
-    """Return a duration as `12.3 ms`, `1.25 s` or `1:02:03`."""
-    if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    if value < 100:
-        return f"{value:.3g} s"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
 
 
 def share(value: float) -> str:

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
+from trainkit.console import seconds, size
 from trainkit.errors import Stopped
 from trainkit.files import open_new
 from trainkit.report.charts import chart, curve_charts, kind_of, timeline_chart
@@ -23,9 +24,7 @@ from trainkit.report.html import (
     number,
     page,
     pairs,
-    seconds,
     short,
-    size,
     table,
 )
 from trainkit.report.record import CONFIG, METRICS, PARTITION, SUMMARY, RunData, is_run, read_run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trainkit.console import seconds, size
 from trainkit.report.charts import Series, chart
 from trainkit.report.html import (
     Content,
@@ -13,10 +14,8 @@ from trainkit.report.html import (
     figures,
     join_html,
     number,
-    seconds,
     share,
     short,
-    size,
     table,
 )
 from trainkit.report.record import Curve

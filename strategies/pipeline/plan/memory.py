@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ ASSUMED_STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Memory of one rank in training, in bytes; without batches and the workspaces of kernels."""
+    """Memory of one rank in training, in bytes, at its peak; without batches and the workspaces of kernels."""
 
     rank: int
     parameters: int
@@ -34,11 +34,16 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    """Values that backward needs of the micro-batches in flight, at the moment when they are most."""
+    """Values that backward needs of the micro-batches in flight."""
+    messages: int
+    """Values and gradients on their way from or to other ranks, and gradients of one backward that are not kept."""
     in_flight: int
     """Most micro-batches between forward and backward; one in two stages of a rank counts twice."""
-    peak: int
-    """All of it, with messages and temporary gradients, at the moment when it is most."""
+
+    @property
+    def peak(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,8 @@ def rank_memories(
         peaks = [peak_of_step(actions, step, rank=rank, keeps_gradients=training.keeps_gradients) for step in stages]
         # Without buckets each phase drops its gradients before the next one.
         others = sum(step_gradients) if training.keeps_gradients else 0  # gradients of other phases
-        most = max(peak.bytes + max(others - size, 0) for peak, size in zip(peaks, step_gradients, strict=True))
+        extra = [max(others - size, 0) for size in step_gradients]
+        peak, extra_gradients = max(zip(peaks, extra, strict=True), key=lambda pair: pair[0].bytes + pair[1])
         parameters = sum(num_bytes(tensor) for name, tensor in named.items() if held(name))
         owners = owners_of(
             {name: named[name].numel() for name in training.optimizer if held(name)}, training.optimizer_shards
@@ -179,11 +185,11 @@ def rank_memories(
             RankMemory(
                 rank,
                 parameters=parameters,
-                gradients=max([others, *step_gradients]),
+                gradients=peak.gradients + extra_gradients,
                 optimizer=max(shards),
-                activations=max(peak.activations for peak in peaks),
+                activations=peak.activations,
+                messages=peak.messages,
                 in_flight=max(peak.in_flight for peak in peaks),
-                peak=parameters + max(shards) + most,
             )
         )
     return memories
@@ -225,13 +231,19 @@ def stage_memories(graph: TracedGraph, partition: Partition, trained: Mapping[st
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a rank has at once in one step."""
+    """The most bytes that a rank has at once in one step."""
 
-    bytes: int
-    """Of activations, gradients and messages together."""
     activations: int
+    gradients: int
+    messages: int
+    """Of values and gradients between ranks, and of temporary gradients."""
     in_flight: int
-    """Micro-batches between forward and backward; one in two stages of a rank counts twice."""
+    """Most micro-batches between forward and backward, at any moment; one in two stages of a rank counts twice."""
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.activations + self.gradients + self.messages
 
 
 def peak_of_step(
@@ -248,7 +260,7 @@ def peak_of_step(
     present = set(sizes) if keeps_gradients else set()
     sent: dict[Action, int] = {}
     activations = in_flight = 0
-    peak = Peak(0, 0, 0)
+    peak, most_in_flight = Peak(0, 0, 0, 0), 0
     for index, action in enumerate(rank_actions):
         stage = stages[action.stage]
         # The inputs of this action itself are among its activations, or added below.
@@ -259,20 +271,25 @@ def peak_of_step(
             others = actions[source % num_ranks]
             for begun in others[: others.index(Action(action.kind, source, action.micro_batch)) + 1]:
                 sent.pop(begun, None)
-        held = activations + posted + sum(sent.values())
+        messages = posted + sum(sent.values())
+        gradients = sum(sizes[name] for name in present)
         if action.kind == FORWARD:
             activations, in_flight = activations + stage.activations, in_flight + 1
-            most = held + stage.activations + sum(sizes[name] for name in present)
+            moments = [Peak(activations, gradients, messages, in_flight)]
         else:
-            # The peak is during backward, or at its end, when the parameters have their gradients for the first time.
-            in_backward = held + stage.gradients_received + stage.temporaries + sum(sizes[name] for name in present)
+            in_backward = Peak(
+                activations, gradients, messages + stage.gradients_received + stage.temporaries, in_flight
+            )
             present |= set(stage.gradients)
             activations, in_flight = activations - stage.activations, in_flight - 1
             if action.stage:
                 sent[Action(BACKWARD, action.stage - 1, action.micro_batch)] = stage.gradients_sent
-            most = max(in_backward, held - stage.activations + sum(sizes[name] for name in present))
-        peak = Peak(max(peak.bytes, most), max(peak.activations, activations), max(peak.in_flight, in_flight))
-    return peak
+            # The peak may be at the end, when the parameters have their gradients for the first time.
+            gradients = sum(sizes[name] for name in present)
+            moments = [in_backward, Peak(activations, gradients, messages, in_flight)]
+        most_in_flight = max(most_in_flight, in_flight)
+        peak = max(peak, *moments, key=lambda moment: moment.bytes)
+    return replace(peak, in_flight=most_in_flight)
 
 
 def _received(action: Action, stages: Sequence[StageMemory]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainkit.console import size
 from trainkit.files import write_optional
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 
@@ -99,7 +100,7 @@ class PlanReport:
         rows = [("stage", "from", "to", "modules", "parameters", "time", "received")]
         for stage in self.stages:
             index, modules, time = str(stage.stage), str(stage.num_modules), f"{stage.share:.1%}"
-            parameters, received = in_units(stage.parameter_bytes), in_units(stage.received_bytes)
+            parameters, received = size(stage.parameter_bytes), size(stage.received_bytes)
             rows.append((index, stage.first, stage.last, modules, parameters, time, received))
         lines = _aligned(rows, "><<>>>>")
         source = "measured" if self.measured else "estimated from operations and bytes"
@@ -110,8 +111,8 @@ class PlanReport:
         if self.replicated:
             lines.append(f"in more than one stage, with gradients summed: {', '.join(self.replicated)}")
         if self.memory:
-            names = ("rank", "parameters", "gradients", "optimizer", "activations", "micro-batches", "peak memory")
-            lines += ["", *_aligned([names, *map(_memory_row, self.memory)], ">>>>>>>")]
+            names = ("rank", "parameters", "gradients", "optimizer", "activations", "messages", "peak", "in flight")
+            lines += ["", *_aligned([names, *map(_memory_row, self.memory)], ">>>>>>>>")]
         if self.traffic:
             titles = ("placement", "activations", "gradients", "weights", "sent between hosts in a step")
             lines += ["", *_aligned([titles, *map(_traffic_row, self.traffic)], "<>>>>")]
@@ -121,13 +122,13 @@ class PlanReport:
 
 
 def _memory_row(rank: RankMemory) -> tuple[str, ...]:
-    sizes = map(in_units, (rank.parameters, rank.gradients, rank.optimizer, rank.activations))
-    return str(rank.rank), *sizes, str(rank.in_flight), in_units(rank.peak)
+    sizes = (rank.parameters, rank.gradients, rank.optimizer, rank.activations, rank.messages, rank.peak)
+    return str(rank.rank), *map(size, sizes), str(rank.in_flight)
 
 
 def _traffic_row(traffic: HostTraffic) -> tuple[str, ...]:
     sizes = (traffic.activations, traffic.gradients, traffic.weights, traffic.total)
-    return traffic.placement, *map(in_units, sizes)
+    return traffic.placement, *map(size, sizes)
 
 
 def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
@@ -135,15 +136,6 @@ def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     # Doubled braces are those of the format that is made here.
     cells = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return [cells.format(*row) for row in rows]
-
-
-def in_units(num_bytes: float) -> str:
-    """Return bytes in B, KiB, MiB or GiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
 
 
 BAR_WIDTH = 60
@@ -231,7 +223,7 @@ def draw_stages(plan: PlanReport) -> str:
     done = 0.0
     for stage in plan.stages:
         if stage.stage:  # the first one receives nothing
-            lines.append(f"{'':9}{'':{start}}| {in_units(stage.received_bytes)} received for each micro-batch")
+            lines.append(f"{'':9}{'':{start}}| {size(stage.received_bytes)} received for each micro-batch")
         done += stage.share
         # From the sum, as rounded lengths would add up to another width; at least one mark for a stage of little time.
         stop = max(round(done * BAR_WIDTH), start + 1)
