@@ -125,7 +125,7 @@ class ProgressBar(Callback):
             sign = -1 if mode == "max" else 1
             if mode is None or math.isnan(value):
                 continue
-            if name not in self._best or sign * value <= sign * self._best[name][0]:
+            if name not in self._best or sign * value < sign * self._best[name][0]:
                 self._best[name] = value, step
             self._curves.setdefault(name, Curve()).add(step, value)
 

@@ -135,12 +135,12 @@ def test_metrics_that_are_not_finite_survive_the_manifest(tmp_path: Path) -> Non
     json.loads((tmp_path / "manifest.json").read_text(), parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
 
 
-def test_best_is_the_latest_of_equals_and_never_nan(tmp_path: Path) -> None:
+def test_best_is_the_first_of_equals_and_never_nan(tmp_path: Path) -> None:
     store = filled(tmp_path, [3.0, 1.0, float("nan"), 1.0, 2.0])
     best, worst = store.best("validation/loss", "min"), store.best("validation/loss", "max")
-    assert best is not None and best.step == 3
+    assert best is not None and best.step == 1
     assert worst is not None and worst.step == 0
-    assert [entry.step for entry in store.ranked("validation/loss", "min")] == [3, 1, 4, 0]
+    assert [entry.step for entry in store.ranked("validation/loss", "min")] == [1, 3, 4, 0]
 
 
 def test_best_by_an_unknown_metric_names_the_nearest(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.program import Program
+from trainkit.checkpoint.store import CheckpointStore
 from trainkit.cli.main import main
+from trainkit.cli.sweep import SweepObjective
 
 TINY = [
     *("recipe=digits_mlp", "data.num_train=32", "data.batch_size=16", "task.width=8"),
@@ -55,6 +57,18 @@ def test_a_job_alone_gives_the_weights_of_the_same_job_in_a_sweep(tmp_path):
         json.loads((tmp_path / name / "summary.json").read_text())["metrics"] for name in ("sweep/1", "alone")
     )
     assert swept == alone
+
+
+def test_the_objective_is_the_best_value_that_a_run_has_kept(tmp_path):
+    metrics = {"validation/accuracy": 0.5, "train/accuracy": 0.1}
+    objective = SweepObjective("validation/accuracy", "max")
+    assert objective.value(metrics, tmp_path) == 0.5
+    assert objective.value({"train/accuracy": 0.1}, tmp_path) == 0.1
+    assert not list(tmp_path.iterdir())
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for step, value in enumerate((0.25, 0.75, 0.5)):
+        store.save({}, name=f"step_{step}", step=step, epoch=0, metrics={"validation/accuracy": value})
+    assert objective.value(metrics, tmp_path) == 0.75
 
 
 def test_a_failed_job_is_recorded_and_the_sweep_goes_on(tmp_path, capsys):

@@ -109,7 +109,9 @@ def test_a_sweep_has_a_table_of_its_jobs_the_best_first(in_folder, capsys):
             "overrides": ["recipe=digits", f"task.lr={rate}", f"task.name=<{number}>"],
             "run_dir": f"sweep/{number}",
             "error": "ValueError: no\nmore" if rate == "1" else None,
-            "metrics": {} if rate == "1" else {"validation/loss": loss, "validation/accuracy": 1 - loss},
+            "metrics": {} if rate == "1" else {"validation/loss": loss, "validation/accuracy": 0.1},
+            "value": None if rate == "1" else 1 - loss,
+            "seconds": None if rate == "1" else 1.5,
         }
         for number, (rate, loss) in enumerate([("0.1", 0.5), ("0.01", 0.2), ("1", 0.0), ("0.001", None)])
         if loss is not None
@@ -120,9 +122,29 @@ def test_a_sweep_has_a_table_of_its_jobs_the_best_first(in_folder, capsys):
     assert capsys.readouterr().out == "sweep/report.html\n"
     page = Page.of(sweep / "report.html")
     assert "3 jobs, 1 failed, ordered by validation/accuracy, the largest first" in page.text
-    assert page.text.index("<1> 0.8 0.2") < page.text.index("<0> 0.5 0.5 ") < page.text.index("failed: ValueError: no")
+    rows = ["<1> 0.8 0.2 1.5 s finished", "<0> 0.5 0.5 1.5 s finished", "failed: ValueError: no"]
+    assert [page.text.index(row) for row in rows] == sorted(page.text.index(row) for row in rows)
     assert "recipe" not in page.text and "<1>" in page.text
     assert [attributes.get("class") for attributes in page.attributes("tr")] == [None, "best", None, None]
+
+
+def test_a_sweep_shows_the_curves_of_its_best_jobs_and_what_each_value_of_a_key_brought(in_folder, capsys):
+    sweep, jobs = in_folder / "sweep", []
+    for number in range(12):
+        (sweep / str(number)).mkdir(parents=True)
+        lines = [json.dumps({"step": step, "time": 0.0, "validation/loss": number / step}) for step in (1, 2)]
+        (sweep / str(number) / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        overrides = [f"task.lr={number // 4}", f"task.width={number % 4}", "task.depth=2"]
+        jobs.append({"number": number, "overrides": overrides, "run_dir": str(number), "value": number / 2})
+    objective = {"metric": "validation/loss", "mode": "min"}
+    (sweep / "sweep.json").write_text(json.dumps({"objective": objective, "jobs": jobs}))
+    assert main(["report", "sweep"]) == 0
+    page = Page.of(sweep / "report.html")
+    assert "Learning curves of the best 8 jobs" in page.text
+    assert "7: task.lr=1 task.width=3" in page.text and "8: task.lr=2" not in page.text
+    assert "task.lr jobs best validation/loss median 0 4 0 0.75 1 4 2 2.75 2 4 4 4.75" in page.text
+    assert "task.width jobs best validation/loss median 0 3 0 2 1 3 0.5 2.5" in page.text
+    assert "task.depth" not in page.text
 
 
 @pytest.mark.parametrize(

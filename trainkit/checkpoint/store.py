@@ -229,12 +229,12 @@ class CheckpointStore:
         return entries[-1] if entries else None
 
     def best(self, metric: str, mode: Literal["min", "max"]) -> CheckpointEntry | None:
-        """Return the checkpoint with the best value, the later of equals; None while no checkpoint has metrics."""
+        """Return the checkpoint with the best value, the first of equals; None while no checkpoint has metrics."""
         best_first = self.ranked(metric, mode)
         return best_first[0] if best_first else None
 
     def ranked(self, metric: str, mode: Literal["min", "max"]) -> list[CheckpointEntry]:
-        """Return the checkpoints that have a value of the metric, best first, the later of equals first.
+        """Return the checkpoints that have a value of the metric, best first, of equals the earlier first.
 
         A checkpoint whose value is NaN has none. Raises UserError for an unknown metric or mode.
         """
@@ -372,11 +372,11 @@ class CheckpointStore:
 
 
 def ranked(entries: Sequence[CheckpointEntry], monitor: Monitor) -> list[CheckpointEntry]:
-    """Return the entries that have a value of the metric, not NaN, best first, the later of equals first."""
+    """Return the entries that have a value of the metric, not NaN, best first, of equals the earlier first."""
     metric, sign = monitor.metric, 1.0 if monitor.mode == "min" else -1.0
-    # `sorted` is stable, so of equal values the later comes first.
-    latest_first = [entry for entry in reversed(entries) if not math.isnan(entry.metrics.get(metric, math.nan))]
-    return sorted(latest_first, key=lambda entry: sign * entry.metrics[metric])
+    measured = [entry for entry in entries if not math.isnan(entry.metrics.get(metric, math.nan))]
+    # `sorted` is stable: an equal value later on does not make another checkpoint the best, as nothing improved.
+    return sorted(measured, key=lambda entry: sign * entry.metrics[metric])
 
 
 def load_from(path: Path | str, comm: Collectives = _ALONE) -> LoadedCheckpoint:

@@ -15,6 +15,7 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from trainkit.checkpoint.store import CHECKPOINTS, CheckpointStore
 from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, resume_command, settings_of
 from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
 from trainkit.cli.overrides import Overrides
@@ -32,7 +34,7 @@ from trainkit.cli.run_commands import assemble, new_run_dir, recipe_diff, resume
 from trainkit.cli.signatures import install_hint, is_installed
 from trainkit.cli.validate import ConfigError, Problem
 from trainkit.console import printable
-from trainkit.errors import Stopped, UserError, nearest
+from trainkit.errors import CheckpointError, Stopped, UserError, nearest
 from trainkit.files import write_text
 from trainkit.report.run_report import REPORT, write_page
 from trainkit.report.sweep_report import SWEEP, sweep_report
@@ -75,7 +77,7 @@ class JobOutcome:
     """The latest values; `None` for values that are not finite."""
     seconds: float | None = None
     value: float | None = None
-    """The value of the objective; `None` if the job did not measure it."""
+    """The value of the objective, of the run's best checkpoint; `None` if the job did not measure it."""
 
     def __float__(self) -> float:
         """Return the objective; sweepers that optimize it call this."""
@@ -91,9 +93,15 @@ class SweepObjective:
     metric: str
     mode: str = "min"
 
-    def value(self, metrics: Mapping[str, float | None]) -> float | None:
-        """Return the metric's latest value, of training if there was no validation; `None` if it is not finite."""
+    def value(self, metrics: Mapping[str, float | None], run_dir: Path) -> float | None:
+        """Return the metric of the best checkpoint that a run has kept, which is the one to use; `None` for none.
+
+        Without checkpoints it is the latest value, and without a validation that of training.
+        """
         value = metrics.get(self.metric, metrics.get(f"train/{self.metric.partition('/')[2]}"))
+        with suppress(CheckpointError):  # no checkpoint has the metric
+            best = CheckpointStore(run_dir / CHECKPOINTS).best(self.metric, "max" if self.mode == "max" else "min")
+            value = value if best is None else best.metrics[self.metric]
         return value if value is not None and math.isfinite(value) else None
 
     def best(self, values: Sequence[float | None]) -> int | None:
@@ -247,7 +255,7 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
     outcome.exit_reason, outcome.seconds = result.exit_reason, result.seconds
     # JSON has no numbers that are not finite.
     outcome.metrics = {name: value if math.isfinite(value) else None for name, value in result.metrics.items()}
-    outcome.value = find_objective(settings.tree).value(result.metrics)
+    outcome.value = find_objective(settings.tree).value(result.metrics, run_dir)
 
 
 def _outcomes(folder: Path) -> list[JobOutcome]:
@@ -265,7 +273,7 @@ def _report(outcomes: Sequence[JobOutcome], folder: Path, objective: SweepObject
     for index, outcome in enumerate(outcomes):
         typed = " ".join(text for text in outcome.overrides if len(outcomes) == 1 or text not in common)
         mark = "<- best" if index == best and len(outcomes) > 1 else ""
-        rows.append((str(outcome.number), typed, _result(outcome), mark))
+        rows.append((str(outcome.number), typed, _result(outcome, objective.metric), mark))
     print(f"\nsweep of {len(outcomes)} jobs in {folder}")
     print_table(rows)
     print(f"report: {write_page(sweep_report(folder), folder / REPORT)}")
@@ -275,9 +283,13 @@ def _write(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _result(outcome: JobOutcome) -> str:
+def _result(outcome: JobOutcome, metric: str) -> str:
+    """Return the error or the metrics of a job, `metric` of its best checkpoint."""
     if outcome.error is not None:
         return f"failed: {outcome.error.splitlines()[0]}"
-    shown = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")} or outcome.metrics
+    shown = {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")}
+    shown = shown or dict(outcome.metrics)
+    if metric in shown:
+        shown[metric] = outcome.value
     values = {key: "not finite" if value is None else f"{value:.6g}" for key, value in shown.items()}
     return "  ".join(f"{key}={value}" for key, value in values.items())

@@ -15,7 +15,7 @@ from trainkit.report.config_diff import differing_keys
 from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, table
 from trainkit.report.record import RunData
 from trainkit.report.step_breakdown import breakdown
-from trainkit.report.sweep_report import Job, differing, read_sweep
+from trainkit.report.sweep_report import Job, job_names, read_sweep
 
 _SMALL_IS_GOOD = ("loss", "error", "perplexity", "bits_per_character", "mae", "mse")
 _LARGE_IS_GOOD = ("accuracy", "f1", "auc", "precision", "recall", "per_second", "mfu")
@@ -49,8 +49,7 @@ def short_names(records: Sequence[RunData]) -> list[str]:
     with suppress(UserError):  # not a sweep
         jobs = {folders[0].parent / job.run_dir: job for job in read_sweep(folders[0].parent).jobs}
     if all(folder in jobs for folder in folders):
-        chosen = [jobs[folder].values for folder in folders]
-        names = [" ".join(f"{key}={values.get(key, '-')}" for key in differing(chosen)) for values in chosen]
+        names = job_names([jobs[folder].values for folder in folders])
         if len(set(names)) == len(names):
             return names
     # The common folder of all runs: what follows it tells them apart.

@@ -84,8 +84,8 @@ class RunData:
         metric, mode = self.manifest.monitor
         measured = [entry for entry in self.manifest.entries if not math.isnan(entry.metrics.get(metric, math.nan))]
         sign = 1.0 if mode == "min" else -1.0
-        # Reversed: of equal values the latest counts, since min takes the first that it meets.
-        return min(reversed(measured), key=lambda entry: sign * entry.metrics[metric], default=None)
+        # Of equal values the first counts, as in the store: `min` takes the first that it meets.
+        return min(measured, key=lambda entry: sign * entry.metrics[metric], default=None)
 
     @property
     def cause(self) -> FailureRecord | None:

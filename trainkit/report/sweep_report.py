@@ -1,4 +1,4 @@
-"""The report of a sweep: a table of its jobs, the best first."""
+"""The report of a sweep: its jobs, the best first, their curves, and what each value of a key brought."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.parse import quote
 
+from trainkit.console import seconds
 from trainkit.errors import UserError
+from trainkit.report.charts import curve_charts
 from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, table
+from trainkit.report.record import read_curves
 
 SWEEP = "sweep.json"
 _MOST_METRICS = 6
+_MOST_CURVES = 8  # of a chart: it has as many colours
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,9 @@ class Job:
     values: dict[str, str]
     """The value typed for each key."""
     metrics: dict[str, float]
+    value: float
+    """Of the objective, at the run's best checkpoint; NaN if it is not known."""
+    seconds: float | None
     error: str | None
     report: str | None
     """Path of its report, relative to the sweep's folder."""
@@ -40,12 +48,15 @@ class Sweep:
     metric: str
     mode: str
 
+    @property
+    def sign(self) -> int:
+        """The factor that makes a good value small."""
+        return 1 if self.mode == "min" else -1
+
     def rank(self, job: Job) -> tuple[bool, float, int]:
         """Return the key that sorts jobs, the best first, those that failed last."""
-        # As in the sweep itself: a run without validation has only the training metric.
-        value = job.metrics.get(self.metric, job.metrics.get(f"train/{self.metric.partition('/')[2]}", math.nan))
-        lost = job.error is not None or math.isnan(value)
-        return lost, 0.0 if lost else value if self.mode == "min" else -value, job.number
+        lost = job.error is not None or math.isnan(job.value)
+        return lost, 0.0 if lost else self.sign * job.value, job.number
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -73,7 +84,47 @@ def sweep_report(folder: Path) -> str:
     subtitle = f"{len(sweep.jobs)} jobs{f', {failed} failed' if failed else ''}, {order}"
     title = f"Sweep {folder.absolute().name}"
     header = join_html(element("h1", title), element("p", subtitle, class_="subtitle"))
-    return page(title, header=header, sections=[Section("table", "Jobs", _table(sweep))])
+    sections = [Section("table", "Jobs", _table(sweep)), _curves(sweep, folder), _values(sweep)]
+    return page(title, header=header, sections=[section for section in sections if section is not None])
+
+
+def job_names(jobs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the values in which jobs differ, as they were typed; `jobs` have a value for each key."""
+    keys = differing(jobs)
+    return [" ".join(f"{key}={values.get(key, '-')}" for key in keys) for values in jobs]
+
+
+def _curves(sweep: Sweep, folder: Path) -> Section | None:
+    """Return the curves of the best jobs, in common charts."""
+    jobs = sorted(sweep.jobs, key=sweep.rank)
+    names = job_names([job.values for job in jobs])
+    runs = {
+        f"{job.number}: {name}": read_curves(folder / job.run_dir)
+        for job, name in zip(jobs[:_MOST_CURVES], names, strict=False)
+    }
+    charts = curve_charts(runs, kinds=("learning",))
+    title = "Learning curves" if len(jobs) <= _MOST_CURVES else f"Learning curves of the best {_MOST_CURVES} jobs"
+    return Section("curves", title, element("div", *charts, class_="charts")) if charts else None
+
+
+def _values(sweep: Sweep) -> Section | None:
+    """Return for each key that the jobs vary a table of its values, with the objective that jobs had with each."""
+    jobs = [job for job in sweep.jobs if not sweep.rank(job)[0]]
+    tables = []
+    for key in differing([job.values for job in sweep.jobs]):
+        reached: dict[str, list[float]] = {}
+        for job in jobs:
+            reached.setdefault(job.values.get(key, "-"), []).append(job.value)
+        # With a value of its own for each job, the table of jobs says it.
+        if 1 < len(reached) < len(jobs):
+            best = [sweep.sign * min(sweep.sign * value for value in values) for values in reached.values()]
+            rows: list[Sequence[Content]] = [
+                [element("code", value), str(len(values)), number(top), number(median(values))]
+                for (value, values), top in zip(reached.items(), best, strict=True)
+            ]
+            marked = min(range(len(best)), key=lambda row: sweep.sign * best[row])
+            tables.append(table([key, "jobs", f"best {sweep.metric}", "median"], rows, best=marked))
+    return Section("values", "By value", element("div", *tables, class_="charts")) if tables else None
 
 
 def _job(folder: Path, outcome: dict[str, Any]) -> Job:
@@ -83,7 +134,10 @@ def _job(folder: Path, outcome: dict[str, Any]) -> Job:
     # Numbers that are not finite are `null` in JSON.
     metrics = {name: float("nan" if value is None else value) for name, value in (outcome.get("metrics") or {}).items()}
     report = f"{run_dir}/report.html" if (folder / run_dir / "report.html").is_file() else None
-    return Job(int(outcome["number"]), run_dir, values, metrics, outcome.get("error"), report)
+    value = float("nan" if outcome.get("value") is None else outcome["value"])
+    took = outcome.get("seconds")
+    took = None if took is None else float(took)
+    return Job(int(outcome["number"]), run_dir, values, metrics, value, took, outcome.get("error"), report)
 
 
 def _table(sweep: Sweep) -> SafeHtml:
@@ -95,11 +149,14 @@ def _table(sweep: Sweep) -> SafeHtml:
     for job in jobs:
         name = element("a", str(job.number), href=quote(job.report)) if job.report else str(job.number)
         values = [element("code", job.values.get(key, "-")) for key in varied]
-        measured = [number(job.metrics[metric]) if metric in job.metrics else "-" for metric in metrics]
-        error = "" if job.error is None else "failed: " + job.error.partition("\n")[0]
+        shown = {**job.metrics, **({} if math.isnan(job.value) else {sweep.metric: job.value})}
+        measured = [number(shown[metric]) if metric in shown else "-" for metric in metrics]
+        measured.append("-" if job.seconds is None else seconds(job.seconds))
+        error = "finished" if job.error is None else "failed: " + job.error.partition("\n")[0]
         rows.append([name, *values, *measured, *([error] if any_failed else [])])
     best = 0 if metrics and len(jobs) > 1 and jobs[0].error is None else None
-    return table(["job", *varied, *metrics, *([""] if any_failed else [])], rows, best=best)
+    titles = [f"best {name}" if name == sweep.metric else name for name in metrics]
+    return table(["job", *varied, *titles, "time", *(["status"] if any_failed else [])], rows, best=best)
 
 
 def _shown_metrics(sweep: Sweep) -> list[str]:
