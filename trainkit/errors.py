@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from traceback import extract_tb, walk_tb
+from traceback import extract_tb, format_exception, walk_tb
 
 
 class UserError(ValueError):
@@ -54,6 +54,19 @@ def raising_module(error: BaseException) -> str:
     """Return the name of the module whose code raised `error`; empty without a traceback."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error from the first call of the user's code on; empty if there is no such call."""
+    calls = error.__traceback__
+    while calls is not None and _is_ours(str(calls.tb_frame.f_globals.get("__name__"))):
+        calls = calls.tb_next
+    return "" if calls is None else "".join(format_exception(type(error), error, calls))
+
+
+def _is_ours(module: str) -> bool:
+    # Recipes are read, copied and changed: their lines are the user's.
+    return module.startswith("trainkit.") and not module.startswith("trainkit.recipes.")
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

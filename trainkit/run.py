@@ -301,6 +301,19 @@ class Run:
         for destination in self.loggers:
             destination.write(metrics, step=self.state.step)
 
+    def log_last_losses(self) -> None:
+        """Write the losses of this rank that no log point has seen, so that the curve of a failed run has its end.
+
+        Waits for the device, and is not collective. Tasks with phases have no common loss, and write none.
+        """
+        if self.means is None or not self.phase_optimizers or self.phase_optimizers[0].phase:
+            return
+        last = self._measured_at.get("train/loss", 0)
+        for step, loss in self.means.losses_by_step().items():
+            if step > last:
+                for destination in self.loggers:
+                    destination.write({"train/loss": loss}, step=step)
+
     def log_text(self, name: str, text: str) -> None:
         """Write a text to the loggers that support it; does nothing on ranks without loggers."""
         for destination in self.loggers:

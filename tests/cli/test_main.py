@@ -201,18 +201,32 @@ def test_what_deferred_init_cannot_record_names_the_key(capsys, monkeypatch, tmp
     assert "set trainer.deferred_init=false" in _errors(capsys, *typed)
 
 
-def test_an_exception_in_user_code_ends_with_its_whole_traceback_and_exit_code_1(capsys, tmp_path):
-    Path("broken.py").write_text(
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_an_exception_in_user_code_ends_with_its_own_lines_the_step_and_the_report(strategy, capfd, tmp_path):
+    module = f"broken_{strategy}"  # a module is imported once
+    Path(f"{module}.py").write_text(
         "from trainkit.recipes.digits_mlp import DigitsMLP\n"
         "class Broken(DigitsMLP):\n"
         "    def training_step(self, batch):\n"
         "        return batch.nothing_here\n"
     )
-    argv = ["fit", *TINY, "task._target_=broken.Broken", "trainer.max_duration=1step", "callbacks=[]", "logger=[]"]
+    argv = ["fit", *TINY[:-1], f"task._target_={module}.Broken", "trainer.max_duration=1step", "run_dir=run"]
+    argv += ["callbacks=[]", "logger=[]", f"strategy={strategy}"]
+    argv += [] if strategy == "single" else ["strategy.devices=2"]
     assert main(argv) == 1
-    said = capsys.readouterr().err
-    assert "return batch.nothing_here" in said
-    assert "AttributeError" in said
+    said = capfd.readouterr().err
+    lines = said.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{tmp_path / module}.py", line 4, in training_step'
+    assert lines[2].strip() == "return batch.nothing_here"
+    assert "trainkit/" not in said and said.count("AttributeError: ") == 1
+    assert re.fullmatch(r"rank [01], before the first step, Broken.training_step", lines[-3])
+    assert lines[-2:] == ["report: run/report.html", "(from your code on; --debug shows all calls)"]
+
+    argv[argv.index("run_dir=run")] = "run_dir=other"
+    assert main([*argv, "--debug"]) == 1
+    said = capfd.readouterr().err
+    assert "trainkit/loops/fit_loop.py" in said and "return batch.nothing_here" in said
 
 
 def test_an_error_of_a_constructor_is_one_message_and_exit_code_2(capsys):

@@ -1,5 +1,6 @@
 """A loss that is not finite is reported with its step, its rank and its samples, by every rank alike."""
 
+import math
 import random
 import re
 from typing import Any
@@ -16,6 +17,7 @@ from tests.tasks import Fitting, fit
 from trainkit import Data, Trainer, UserError
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.errors import NonFiniteLoss
+from trainkit.report.record import read_curves
 from trainkit.testing import run_ranks
 
 NUM_SAMPLES = 22  # five batches of 4 and one of 2
@@ -89,17 +91,41 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bad", [0, 5, 21])
 def test_the_samples_of_the_step_are_named(bad, log_every):
     report = report_of(SingleStrategy(device="cpu"), bad, log_every)
-    step, samples = re.search(r"at step (\d+) \(samples (.*)\)\. Lower", report).groups()
+    step, samples = re.search(r"at step (\d+)[ .,].*The samples were (.*)\.$", report).groups()
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     start = order.index(bad) // 4 * 4
     assert int(step) == start // 4 + 1
     assert [int(sample) for sample in samples.split(", ")] == order[start : start + 4]
 
 
+@pytest.mark.parametrize("log_every", ["50step", "4step"])
+def test_the_losses_up_to_the_first_that_is_not_finite_are_in_the_report(log_every, tmp_path):
+    class Until(Fitting):
+        def training_step(self, batch):
+            return super().training_step(batch) * (math.nan if int(batch[0][0]) == 6 else 1.0)
+
+    samples = TensorDataset(torch.arange(22.0)[:, None])
+    data = Data(train=samples, batch_size=2, shuffle=False)
+    settings = {"callbacks": [], "loggers": ["jsonl"], "run_dir": tmp_path / "run", "log_every": log_every}
+    with pytest.raises(NonFiniteLoss) as caught:
+        Trainer(SingleStrategy(device="cpu"), max_duration="1epoch", **settings).fit(
+            Until(nn.Linear(1, 1), still), data
+        )
+    curve = read_curves(tmp_path / "run")["train/loss"]
+    steps = range(1, 12) if log_every == "50step" else range(1, 5)
+    assert curve.steps == [*steps]
+    assert [step for step, loss in zip(curve.steps, curve.values, strict=True) if not math.isfinite(loss)] == [*steps][
+        3:
+    ]
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"rank 0, after step {len(steps)}")
+    assert note.endswith(f"\nreport: {tmp_path / 'run' / 'report.html'}")
+
+
 def test_every_rank_names_the_rank_that_had_the_sample():
     reports = run_ranks(on_two_ranks, 2, 5)
     assert reports[0] == reports[1]
-    step, rank, samples = re.search(r"at step (\d+) on rank (\d) \(samples (.*)\)\. Lower", reports[0]).groups()
+    step, rank, samples = re.search(r"at step (\d+) on rank (\d)[ .,].*The samples were (.*)\.$", reports[0]).groups()
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(0)).tolist()
     place = order.index(5)
     assert (int(step), int(rank)) == (place // 4 + 1, place % 2)
@@ -110,7 +136,7 @@ def test_what_one_rank_alone_has_before_a_save_all_ranks_refuse():
     one, other = run_ranks(of_one_rank_alone, 2)
     assert one == other
     loss, buffer, sampler = one
-    assert "at step 2 on rank 1 (samples 5, 7). Lower" in loss
+    assert "at step 2 on rank 1" in loss and loss.endswith("The samples were 5, 7.")
     assert buffer.startswith("step 2 left sum not finite")
     assert "the sampler Unseeded draws another order on each rank" in sampler
     for run_dir in ("Fitting", "Summing"):

@@ -149,7 +149,7 @@ def test_a_run_that_fails_names_the_parameter_and_how_to_find_the_operation(ever
     with pytest.raises(NonFiniteLoss) as caught:
         trainer("run", on_nonfinite="raise", every=every).fit(Regression(), data(7))
     assert "set trainer.detect_anomaly=true to find the operation" in str(caught.value)
-    assert "By now network.0.weight is not finite." in str(caught.value)
+    assert ", and by now network.0.weight is not finite. Lower" in str(caught.value)
 
 
 def test_ranks_roll_back_together():

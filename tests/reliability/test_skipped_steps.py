@@ -138,7 +138,7 @@ def test_a_rollback_skips_all_phases_of_the_step(caplog, kind):
         rolled = fit(data(6, bad=3), kind(), on_nonfinite="rollback", **settings)
     assert "step 3 is skipped." in caplog.text
     assert_same_bits(rolled, fit(data(6, bad=3, without=True), kind(), run_dir="without"))
-    with pytest.raises(NonFiniteLoss, match=r"By now \S+ is not finite\."):
+    with pytest.raises(NonFiniteLoss, match=r"by now \S+ is not finite\."):
         fit(data(6, bad=3), kind(), on_nonfinite="raise", **settings)
 
 

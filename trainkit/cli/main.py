@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from importlib import import_module, resources
 from pathlib import Path
 from textwrap import fill
+from traceback import format_exception
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from trainkit import __version__
 from trainkit.console import log_to_stderr, printable
-from trainkit.errors import RankExit, RemoteRankError, UserError, nearest
+from trainkit.errors import RankExit, RemoteRankError, UserError, nearest, user_traceback
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable  # importlib.resources.abc from Python 3.11 on
@@ -125,45 +126,39 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in `argv` and return its exit code."""
     collects = gc.isenabled()
+    is_debugged = "--debug" in (sys.argv if argv is None else argv)
     gc.disable()  # imports leave nothing to collect, and take a fifth less time; `assemble` enables it again
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        if "--debug" in (sys.argv if argv is None else argv):
-            print_traceback()
-        return _fail(str(error))
+        if is_debugged:
+            print_traceback(error, is_whole=True)
+        return _fail(_with_notes(error))
     # The rank that failed has printed its traceback; one of this process would only hide it.
     except (RemoteRankError, RankExit) as error:
-        return _fail(str(error), code=1)
+        return _fail(_with_notes(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
     except BrokenPipeError:  # `trainkit recipes | head`
         # Python flushes stdout at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
-        print_traceback()
+    except Exception as error:
+        print_traceback(error, is_whole=is_debugged)
         return 1
     finally:
         if collects:
             gc.enable()
 
 
-def print_traceback() -> None:
-    """Print the traceback of the current exception to stderr, in colours on a terminal."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.traceback import Traceback
-
-        shown = Traceback(max_frames=0)
-        # The message of an exception may have control characters, which would reach the terminal.
-        for stack in shown.trace.stacks:
-            stack.exc_value = printable(stack.exc_value)
-        Console(stderr=True).print(shown)
-    else:
-        import traceback
-
-        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+def print_traceback(error: BaseException, *, is_whole: bool = False) -> None:
+    """Print the traceback of an error to stderr, from the first call of the user's code on unless it `is_whole`."""
+    # Of an error of another rank, the traceback of that rank.
+    render: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
+    shown = "" if is_whole else user_traceback(error) if render is None else "".join(render())
+    if shown:
+        shown = f"{shown.rstrip()}\n(from your code on; --debug shows all calls)\n"
+    _print_error(shown or "".join(format_exception(error)))
 
 
 def print_table(rows: Iterable[Sequence[str | Text]]) -> None:
@@ -186,10 +181,28 @@ def print_table(rows: Iterable[Sequence[str | Text]]) -> None:
 
 
 def _fail(message: str, *, code: int = 2) -> int:
+    _print_error(f"error: {message}\n" if code == 2 else f"{message}\n")
+    return code
+
+
+def _print_error(text: str) -> None:
+    """Write an error to stderr, with its first word in red on a terminal."""
     # Or the error could appear above what was printed before it.
     sys.stdout.flush()
-    print(printable(f"error: {message}" if code == 2 else message), file=sys.stderr)
-    return code
+    text = printable(text)
+    if sys.stderr.isatty() and text.startswith("error: "):
+        from rich.console import Console
+        from rich.text import Text
+
+        # Not wrapped: a command that is broken by newlines cannot be copied.
+        red = Text.assemble(("error:", "bold red"), text.removeprefix("error:"), end="")
+        Console(stderr=True, highlight=False).print(red, soft_wrap=True, end="")
+    else:
+        print(text, end="", file=sys.stderr)
+
+
+def _with_notes(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _run(argv: list[str]) -> int:

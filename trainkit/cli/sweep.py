@@ -227,7 +227,7 @@ def _run_job(config: DictConfig) -> JobOutcome:
         print(printable(f"error: {error}"), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason, outcome.error = 2, "failed", str(error)
     except Exception as error:
-        print_traceback()
+        print_traceback(error)
         outcome.exit_code, outcome.exit_reason, outcome.error = 1, "failed", f"{type(error).__name__}: {error}"
     # On every path: the table is made from these files.
     finally:

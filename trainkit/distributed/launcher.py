@@ -42,7 +42,7 @@ from trainkit.distributed.fork_server import begin_forked_process, start_fork_se
 from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.distributed.rendezvous import store_at
-from trainkit.errors import Stopped, UserError, rank_exit
+from trainkit.errors import Stopped, UserError, rank_exit, user_traceback
 from trainkit.signals import ALWAYS, recorded_signals
 
 T = TypeVar("T")
@@ -301,9 +301,15 @@ def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], n
     cause = RankTraceback(f"rank {first.rank}: {first.failure}")
     if first.error is None:
         raise RankFailure(f"rank {first.rank} failed") from cause
-    with suppress(AttributeError):  # IPython shows this instead of the calls of this process
-        first.error._render_traceback_ = lambda: [f"rank {first.rank}: {first.brief}"]  # type: ignore[attr-defined]
+    with suppress(AttributeError):  # IPython and the command line show this instead of the calls of this process
+        first.error._render_traceback_ = lambda: [_shown(first)]  # type: ignore[attr-defined]
     raise first.error from cause
+
+
+def _shown(failure: Outcome) -> str:
+    # The notes of a run that has a folder, which are added later, name the rank and the step.
+    notes = getattr(failure.error, "__notes__", ())
+    return "\n".join([f"{'' if notes else f'rank {failure.rank}: '}{failure.brief.rstrip()}", *notes])
 
 
 # ---- In a rank
@@ -377,7 +383,7 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
         rank,
         os.getpid(),
         failure="".join(traceback.format_exception(error)),
-        brief=_of_the_user(error),
+        brief=user_traceback(error) or "".join(traceback.format_exception(error, chain=False)),
         seconds=time.monotonic(),
         error=error,
         is_consequence=is_consequence(error),
@@ -387,14 +393,6 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
     except Exception:
         outcome = replace(outcome, error=None)
     return pickle.dumps(outcome)
-
-
-def _of_the_user(error: BaseException) -> str:
-    """Return the traceback of an error without the calls of trainkit that come first."""
-    calls = error.__traceback__
-    while calls is not None and str(calls.tb_frame.f_globals.get("__name__")).startswith("trainkit."):
-        calls = calls.tb_next
-    return "".join(traceback.format_exception(type(error), error, calls, chain=False))
 
 
 def _run_rank(payload: bytes, environment: RankEnvironment) -> Any:

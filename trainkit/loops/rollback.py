@@ -148,15 +148,16 @@ class NonFinitePolicy:
             self._stop(f"the loss became NaN or infinite {where}")
             return
         # All ranks must raise the same: `step` is None on a rank whose losses are finite.
-        first, location = self._place(step)
+        first, location, samples = self._place(step)
         cause = f"the loss became NaN or infinite {location}"
         if self._policy == "rollback" and first is not None:
-            raise RollbackRequested(first, cause)
+            raise RollbackRequested(first, f"{cause} (samples {samples})" if samples else cause)
         name = self._first_of_ranks(self._nonfinite_name())
         raise NonFiniteLoss(
-            f"{cause}. Lower the learning rate, set trainer.max_grad_norm=1.0, or set "
-            "trainer.detect_anomaly=true to find the operation; trainer.on_nonfinite=skip skips such steps, and "
-            f"rollback returns to a checkpoint before them.{'' if name is None else f' By now {name} is not finite.'}"
+            f"{cause}{'' if name is None else f', and by now {name} is not finite'}. Lower the learning rate, set "
+            "trainer.max_grad_norm=1.0, or set trainer.detect_anomaly=true to find the operation; "
+            "trainer.on_nonfinite=skip skips such steps, and rollback returns to a checkpoint before them."
+            f"{f' The samples were {samples}.' if samples else ''}"
         )
 
     def skip_step(self) -> None:
@@ -227,17 +228,17 @@ class NonFinitePolicy:
         """Return the name from the first rank that has one; collective."""
         return next((other for other in self._run.strategy.comm.all_gather_object(name) if other is not None), None)
 
-    def _place(self, step: int | None) -> tuple[int | None, str]:
-        """Return the first bad step of all ranks, and its rank and samples as text; collective."""
+    def _place(self, step: int | None) -> tuple[int | None, str, str]:
+        """Return the first bad step of all ranks, and as texts where that was and its samples; collective."""
         run = self._run
         failure = None if step is None else (step, run.strategy.comm.rank, self._loader.sample_indices(step, run.state))
         answers = run.strategy.comm.all_gather_object(failure)
         failures = [failure for failure in answers if failure is not None]
         if not failures:  # the bad loss was logged already
-            return None, f"before step {run.state.step}"
+            return None, f"before step {run.state.step}", ""
         first, rank, samples = min(failures)
         on_rank = f" on rank {rank}" if len(answers) > 1 else ""
-        return first, f"at step {first}{on_rank}" + (f" (samples {list_samples(samples)})" if samples else "")
+        return first, f"at step {first}{on_rank}", list_samples(samples) if samples else ""
 
 
 class RollbackPoint:

@@ -21,9 +21,9 @@ from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import buffer_shapes
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
-from trainkit.devices import indexed
+from trainkit.devices import has_streams, indexed
 from trainkit.duration import total_steps
-from trainkit.errors import Stopped, UserError, rank_exit
+from trainkit.errors import NonFiniteLoss, Stopped, UserError, rank_exit
 from trainkit.files import reason
 from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_config import FitConfig
@@ -96,6 +96,10 @@ def fit_on_rank(
             # The record first: a callback may hang, and the ranks of a failed run are ended within seconds.
             record_failure(run, error)
             run.report_exception(error)
+            # A device that failed may never answer; after a loss that is not finite training has just waited for it.
+            if isinstance(error, NonFiniteLoss) or not has_streams(strategy.device):
+                with suppress(Exception):
+                    run.log_last_losses()
             _write_summary(run, _result_of(run, seconds, samples), status="failed")
             raise
         result = _result_of(run, seconds, samples)

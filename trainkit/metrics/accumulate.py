@@ -45,6 +45,7 @@ class WeightedMeans:
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
         self._losses: list[tuple[Tensor, list[int]]] = []  # losses (outputs,) and the steps that they are of
         self._sizes: list[float] = []  # samples of each loss, unless the task gives weights
+        self._is_reduced = False  # `_losses` and `_sizes` are those of the last `reduce`
         self._objects = MetricAccumulator()
 
     def add(self, outputs: Sequence[StepOutput], *, step: int = 0) -> None:
@@ -66,7 +67,7 @@ class WeightedMeans:
             self._sums[_HAS_OBJECTS] = torch.ones(2, dtype=self._dtype, device=self._device)
         names, sums = collectives.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
         self.loss_grows_with_samples = _grow_with(self._sizes, [losses for losses, _ in self._losses])
-        self._sums, self._losses, self._sizes = {}, [], []
+        self._sums, self._is_reduced = {}, True
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
         self.checksum_sums = reduced.pop(_CHECKSUM, None)
         have_objects = reduced.pop(_HAS_OBJECTS, None) is not None
@@ -85,7 +86,7 @@ class WeightedMeans:
     def load_state_dict(self, saved: Mapping[str, list[float]], collectives: Collectives) -> None:
         """Replace the sums by those of a `state_dict`; rank 0 counts the samples of all ranks."""
         counted = saved if collectives.rank == 0 else {}
-        self._outputs, self._steps, self._losses, self._sizes = [], [], [], []
+        self._outputs, self._steps, self._losses, self._sizes, self._is_reduced = [], [], [], [], False
         self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in counted.items()}
         self._objects.reset()
 
@@ -105,6 +106,18 @@ class WeightedMeans:
             nonfinite += [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
         return list(dict.fromkeys(nonfinite))
 
+    def losses_by_step(self) -> dict[int, float]:
+        """Return the mean loss of this rank at each step since the last `reduce`, or up to it if none came since.
+
+        Waits for the device.
+        """
+        self._fold()
+        by_step: dict[int, list[float]] = {}
+        for losses, steps in self._losses:
+            for step, loss in zip(steps, losses.tolist(), strict=True):
+                by_step.setdefault(step, []).append(loss)
+        return {step: sum(losses) / len(losses) for step, losses in by_step.items()}
+
     def _fold(self) -> None:
         """Sum up the outputs that are kept one by one."""
         outputs, steps = self._outputs, self._steps
@@ -114,6 +127,8 @@ class WeightedMeans:
                 self._objects.add(output)
         if not outputs:
             return
+        if self._is_reduced:
+            self._losses, self._sizes, self._is_reduced = [], [], False
         columns: dict[str, list[Tensor | float]] = {}
         columns["loss"] = [output.loss for output in outputs if output.loss is not None]
         for name in dict.fromkeys(chain.from_iterable(output.metrics for output in outputs)):

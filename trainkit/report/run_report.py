@@ -298,7 +298,9 @@ def reported(
         if folder.is_dir() and not isinstance(error, Stopped):
             record_failure_of_caller(folder, error)
         if is_run(folder):
-            _write_or_warn(folder, config_diff)
+            cause = _write_or_warn(folder, config_diff)
+            # Shown below the traceback.
+            error.add_note("\n".join([*([] if cause is None else [_where(cause)]), f"report: {folder / REPORT}"]))
         raise
     if is_main() and folder.is_dir():
         _write_or_warn(folder, config_diff)
@@ -306,7 +308,11 @@ def reported(
 
 def write_report(folder: Path) -> Path:
     """Write the report of the run in `folder` and return its path; raises UserError if there is no run."""
-    return write_page(run_report(read_run(folder)), folder / REPORT)
+    return _write(read_run(folder))
+
+
+def _write(record: RunData) -> Path:
+    return write_page(run_report(record), record.folder / REPORT)
 
 
 def write_page(text: str, path: Path) -> Path:
@@ -322,12 +328,16 @@ def write_page(text: str, path: Path) -> Path:
     return path
 
 
-def _write_or_warn(folder: Path, config_diff: Callable[[], Sequence[ConfigChange] | None]) -> None:
+def _write_or_warn(folder: Path, config_diff: Callable[[], Sequence[ConfigChange] | None]) -> FailureRecord | None:
+    """Write the report and return the failure that it shows first."""
     try:
         changes = config_diff()
         if changes is not None:
             write_config_diff(folder, changes)
-        write_report(folder)
+        record = read_run(folder)
+        _write(record)
+        return record.cause
     # The run has ended, and must not fail because of its report.
     except Exception as error:
         logger.warning("the report of %s could not be written: %s: %s", folder, type(error).__name__, error)
+        return None
