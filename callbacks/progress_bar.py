@@ -103,7 +103,8 @@ class ProgressBar(Callback):
             done.append(f"{number(round(state.samples / state.seconds, 1))} samples/s")
         if has_streams(run.strategy.device):
             done.append(f"peak memory {size(run.peak_memory.of_run())}")
-        say(f"{run.stop_reason or 'finished'}: {', '.join(done)}")
+        finished = f"{run.stop_reason or 'finished'}: {', '.join(done)}"
+        say(f"✓ {finished}" if draws_curves and run.stopped_by is None else finished)
         if state.metrics:
             since = "" if run.resumed_from is None else " since the resume"
             show(self._metric_table(state.metrics, since=since, draws_curves=draws_curves))

@@ -10,6 +10,7 @@ Bounds and units are those of the package annotated-types; a text ends the messa
 from __future__ import annotations
 
 import builtins
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,9 +60,8 @@ FAMILIAR: Mapping[str, str] = {
     "dataloader_num_workers": "data.num_workers",
     "dtype": "trainer.precision",
     "accelerator": "strategy.device",
-    "gpus": "strategy.devices",
-    "devices": "strategy.devices",
-    "learning_rate": "task.lr",
+    **dict.fromkeys(("devices", "gpus", "num_gpus", "num_processes", "nproc_per_node"), "strategy.devices"),
+    **dict.fromkeys(("learning_rate", "lr"), "task.lr"),
     "batch_size": "data.batch_size",
     **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_dataset"), "data.train"),
     **dict.fromkeys(("val_dataloaders", "val_dataloader", "eval_dataset"), "data.validation"),
@@ -82,7 +82,11 @@ class _Limits:
     def error(self, value: Any) -> str | None:
         """Return what a number must be, for a message; `None` if it is within the bounds, which NaN never is."""
         is_within = all(getattr(operator, field)(value, bound) for field, _, bound in self._bounds())
-        return None if is_within else f"must be {self}, got {value!r}{self.note}."
+        # An amount of something, which is computed with: infinity would end in an OverflowError on the ranks.
+        is_amount = any(isinstance(entry, Unit) for entry in self.metadata)
+        if is_within and not (is_amount and math.isinf(value)):
+            return None
+        return f"must be {self}{', and finite' if is_within else ''}, got {value!r}{self.note}."
 
     @property
     def note(self) -> str:

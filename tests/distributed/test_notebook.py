@@ -59,6 +59,7 @@ CELLS = {
             fit(strategy, task, max_duration="3epoch")
         float((tasks[0].net.weight - tasks[1].net.weight).abs()) < 1e-9
     """,
+    "result": 'fit("single", Line(), max_duration="1epoch")',
     "failure": 'fit(ranks(), Fails(), max_duration="3epoch")',
     "interrupt": 'fit(ranks(), Line(), max_duration=LONG, run_dir="run", callbacks=[Checkpoint(), Interrupt()])',
     "interrupt without checkpoints": "fit(ranks(), Line(), max_duration=LONG, callbacks=[Interrupt()])",
@@ -83,9 +84,13 @@ def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path, monkeypatch):
     errors = {name: [o.traceback for o in each if o.output_type == "error"] for name, each in outputs.items()}
     assert errors["definitions"] == errors["fit"] == errors["resume"] == [], errors
     assert (results["fit"], results["resume"]) == (["True"], ["4"])
+    (table,) = [output.data["text/html"] for output in outputs["result"] if "data" in output]
+    assert "reached max_duration=1epoch: 4 steps, 1 epochs, 32 samples" in table and "train/loss" in table
     ((failure,),) = errors["failure"]
-    assert failure.startswith("rank ") and "ValueError: a fault of the step" in failure
-    assert len(failure.splitlines()) == 3  # its title, the line of the cell, the message
+    title, line, message, where, report = failure.splitlines()
+    assert title.startswith("Traceback") and "Fails" not in line and message == "ValueError: a fault of the step"
+    assert re.fullmatch(r"rank [01], before the first step, Fails.training_step", where)
+    assert re.fullmatch(r"report: runs/\S+/report.html", report)
     ((interrupt,),) = errors["interrupt"]
     step = re.search(r"after step ([\d,]+)", interrupt)[1]
     continued = "To continue: Trainer(...).fit(task, data, resume='run')"
@@ -94,7 +99,7 @@ def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path, monkeypatch):
     assert unsaved.endswith("Nothing is saved without the callback Checkpoint.")
     printed = "".join(output.get("text", "") for output in outputs["fit"])
     assert "\x1b" not in printed
-    drawn = re.findall(r"\n(\repoch 1/3 .*)\nreached max_duration=3epoch: 12 steps", printed)
+    drawn = re.findall(r"\n(\repoch 1/3 .*)\n✓ reached max_duration=3epoch: 12 steps", printed)
     assert len(drawn) == 2, printed  # of a rank, and of the kernel itself
     for states in drawn:
         assert "step 0/12  0%" in states.split("\r")[1] and "step 12/12  100%" in states.split("\r")[-1]

@@ -1,6 +1,7 @@
 """The YAML file and the page of each strategy have the arguments of its constructor."""
 
 import inspect
+import math
 import re
 from importlib import import_module, resources
 from pathlib import Path
@@ -65,6 +66,11 @@ def test_every_schedule_is_named_where_one_is_chosen():
             "reduce_dtype='bf61' is unknown. Did you mean 'bf16'. Choose bf16, fp16 or None",
         ),
         (DDPStrategy, {"bucket_cap_mb": 0}, "bucket_cap_mb must be a number of MiB above 0"),
+        (
+            DDPStrategy,
+            {"bucket_cap_mb": math.inf},
+            "must be a number of MiB above 0, and finite, got inf",
+        ),
         (DDPStrategy, {"timeout_seconds": 0}, "timeout_seconds must be a number of seconds above 0"),
         (
             FusionStrategy,

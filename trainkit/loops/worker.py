@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checkpoint.resized_buffers import buffer_shapes
+from trainkit.console import clock
 from trainkit.data.data import Data
 from trainkit.data.loader import check_same_data, open_loader
 from trainkit.devices import has_streams, indexed
@@ -68,6 +69,16 @@ class FitResult:
     run_dir: Path | None
     weights: dict[str, Any] | None = field(default=None, repr=False)
     callback_states: Sequence[dict[str, Any] | None] = field(default=(), repr=False)
+
+    def _repr_html_(self) -> str:
+        """Return the outcome and the metrics for a notebook, which displays the last value of a cell so."""
+        from trainkit.report.html import element, join_html, number, table
+
+        done = f"{self.steps:,} steps, {number(round(self.epochs, 2))} epochs, {self.samples:,} samples"
+        rate = f"{clock(self.seconds)}, {number(round(self.samples_per_second, 1))} samples/s"
+        rows = [[name, number(value)] for name, value in sorted(self.metrics.items())]
+        folder = None if self.run_dir is None else element("p", f"run folder: {self.run_dir} (see report.html)")
+        return join_html(element("p", f"{self.exit_reason}: {done}, {rate}"), table(["metric", "last"], rows), folder)
 
 
 def fit_on_rank(
