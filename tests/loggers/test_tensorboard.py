@@ -15,6 +15,7 @@ from trainkit.loggers.media import histogram_of
 from trainkit.loggers.tensorboard import EventFile, TensorBoardLogger
 from trainkit.model.graph import record_graph
 
+LAYOUT = "custom_scalars__config__"
 Read = Callable[[Path], Any]
 
 
@@ -45,6 +46,39 @@ def test_tensorboard_reads_every_scalar_under_its_name(tmp_path: Path, read: Rea
     assert events.Tags()["scalars"] == ["train/loss", "validation/accuracy"]
     assert curve(events, "train/loss") == [(2, 0.5), (4, 0.25)]
     assert curve(events, "validation/accuracy") == [(2, 2 / 64), (4, 4 / 64)]
+
+
+def test_what_trainkit_measures_is_not_among_what_steps_return(tmp_path: Path, read: Read) -> None:
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, step=0)
+    measured = ("samples_per_second", "data_wait_fraction", "epoch", "learning_rate", "grad_norm")
+    logger.write({f"train/{name}": 1.0 for name in ("loss", "accuracy", *measured, "generator/loss")}, step=1)
+    logger.write({"validation/loss": 1.0, "device/memory_mib": 1.0}, step=1)
+    logger.close()
+
+    assert sorted(read(tmp_path).Tags()["scalars"]) == [
+        "device/memory_mib",
+        "optimizer/grad_norm",
+        "optimizer/learning_rate",
+        "speed/data_wait_fraction",
+        "speed/epoch",
+        "speed/samples_per_second",
+        *("train/accuracy", "train/generator/loss", "train/loss"),
+        "validation/loss",
+    ]
+
+
+def test_training_and_validation_of_a_metric_share_a_chart(tmp_path: Path, read: Read) -> None:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    written(tmp_path, 1)
+    written(tmp_path, 2, opened_at=1)
+
+    events = read(tmp_path)
+    layouts = [layout_pb2.Layout.FromString(e.tensor_proto.string_val[0]) for e in events.Tensors(LAYOUT)]
+    (category,) = layouts[-1].category
+    assert [chart.title for chart in category.chart] == ["accuracy"]
+    assert [*category.chart[0].multiline.tag] == ["^train/accuracy$", "^validation/accuracy$"]
 
 
 def test_the_settings_are_kept_as_text(tmp_path: Path, read: Read) -> None:

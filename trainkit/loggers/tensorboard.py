@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.logger import Histogram, HyperParameter, Logger, check_inside_run_dir, truncate
 from trainkit.loggers.media import png
 from trainkit.model.graph import ModelGraph
+from trainkit.report.charts import kind_of
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -30,8 +32,11 @@ _MASK_DELTA = 0xA282EAD8
 class TensorBoardLogger(Logger):
     """Writes event files into a folder in the run's folder; view them with `tensorboard --logdir runs`.
 
-    Metrics keep their names: `train/loss` and `train/accuracy` share the group `train`. A resumed run marks events
-    beyond the resumed step as void. The run's settings fill the tab HPARAMS, where runs are compared.
+    Metrics keep their names, and those that steps return share the groups `train` and `validation`. What trainkit
+    measures in training is in groups of its own: `train/samples_per_second` is `speed/samples_per_second`, and
+    `train/learning_rate` is `optimizer/learning_rate`. The tab CUSTOM SCALARS draws training and validation of each
+    metric in one chart, and HPARAMS compares runs by their settings. A resumed run marks events beyond the resumed
+    step as void.
 
     Args:
         folder: The folder in the run's folder.
@@ -48,6 +53,7 @@ class TensorBoardLogger(Logger):
 
         self.close()
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._has_layout = False
         self._file = EventFile(folder / self.folder)
         # A restart voids all events from its step on that readers have seen before it.
         started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -56,7 +62,23 @@ class TensorBoardLogger(Logger):
 
     def write(self, metrics: Mapping[str, float], *, step: int) -> None:
         value = self._summary.Value
-        self._add([value(tag=name, simple_value=number) for name, number in metrics.items()], step=step)
+        self._add([value(tag=_tag(name), simple_value=number) for name, number in metrics.items()], step=step)
+        # Only now, as it takes time to import, and says nothing for a run without validation.
+        validated = [name.removeprefix("validation/") for name in metrics if name.startswith("validation/")]
+        if validated and not self._has_layout:
+            self._has_layout = True
+            self._write_layout(validated, step=step)
+
+    def _write_layout(self, names: Sequence[str], *, step: int) -> None:
+        """Write the charts of the tab CUSTOM SCALARS: training and validation of each metric together."""
+        from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+        charts = []
+        for name in names:
+            tags = [f"^{stage}/{re.escape(name)}$" for stage in ("train", "validation")]
+            charts.append(layout_pb2.Chart(title=name, multiline=layout_pb2.MultilineChartContent(tag=tags)))
+        layout = layout_pb2.Layout(category=[layout_pb2.Category(title="train and validation", chart=charts)])
+        self._write_bytes(metadata.CONFIG_SUMMARY_TAG, layout.SerializeToString(), metadata.PLUGIN_NAME, step=step)
 
     def write_config(self, config: str) -> None:
         self.write_text("config", f"```yaml\n{config}\n```", step=self._opened_step)
@@ -79,11 +101,14 @@ class TensorBoardLogger(Logger):
         self._add([plugin], step=self._opened_step)
 
     def write_text(self, name: str, text: str, *, step: int) -> None:
+        self._write_bytes(name, text.encode(), "text", step=step, shape=[1])
+
+    def _write_bytes(self, name: str, content: bytes, plugin: str, *, step: int, shape: Sequence[int] = ()) -> None:
         from tensorboard.compat.proto import tensor_pb2, tensor_shape_pb2, types_pb2
 
-        shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode()], tensor_shape=shape)
-        self._add([self._summary.Value(tag=name, metadata=_metadata("text"), tensor=tensor)], step=step)
+        sizes = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=n) for n in shape])
+        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[content], tensor_shape=sizes)
+        self._add([self._summary.Value(tag=name, metadata=_metadata(plugin), tensor=tensor)], step=step)
 
     def write_image(self, name: str, image: Tensor, *, step: int) -> None:
         height, width, _ = image.shape
@@ -158,6 +183,15 @@ class EventFile:
         # Rotated by 15 bits, as the format of TFRecord asks.
         masked = (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
         return struct.pack("<I", masked)
+
+
+def _tag(name: str) -> str:
+    """Return the tag of a metric: the group `train` has only what steps return."""
+    stage, _, base = name.partition("/")
+    if stage != "train":
+        return name
+    group = {"speed": "speed", "optimization": "optimizer", "": "speed"}.get(kind_of(name), stage)
+    return f"{group}/{base}"
 
 
 def _next_stamp(folder: Path) -> int:

@@ -212,7 +212,12 @@ def kind_of(name: str) -> str:
         return "speed"
     if "memory" in name or base.endswith(("_bytes", "_mib", "_gib", "_mb", "_gb")):
         return "memory"
-    if base.startswith("learning_rate") or "/learning_rate" in name or "gradient" in name or base == "skipped_steps":
+    if (
+        base.startswith("learning_rate")
+        or "/learning_rate" in name
+        or "gradient" in name
+        or base in ("grad_norm", "skipped_steps")
+    ):
         return "optimization"
     return "learning"
 
