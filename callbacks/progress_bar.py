@@ -399,8 +399,8 @@ class ProgressText:
         elapsed = clock(now - self._progress.started)
         # What callbacks add comes last: a narrow terminal must show what the step returns.
         last = {name: metrics.pop(name) for name in _SHOWN_LAST if name in metrics}
-        own, other = self._progress.training_metrics(metrics), self._progress.training_metrics(last)
-        return self._text(fitting([*own, rate, elapsed, *other], self._width()))
+        returned, other = self._progress.training_metrics(metrics), self._progress.training_metrics(last)
+        return self._text(fitting([*returned, rate, elapsed, *other], self._width()))
 
     def _evaluation(self) -> Text:
         """Return the bar of the running evaluation, or an empty line: the display would jump without it."""
@@ -447,8 +447,8 @@ def fitting(items: Sequence[str], width: int, *, keep: str = "") -> str:
     """
     first, *rest = map(printable, items)
     line = first
-    for place, item in enumerate(rest, start=1):
-        needed = 2 + len(item) + (2 + len(keep) if keep and place < len(rest) else 0)
+    for index, item in enumerate(rest, start=1):
+        needed = 2 + len(item) + (2 + len(keep) if keep and index < len(rest) else 0)
         if len(line) + needed <= width:
             line = f"{line}  {item}"
     return line

@@ -29,12 +29,12 @@ def make(group: str, name: str, settings: Mapping[str, Any] | None = None) -> An
 
     Raises UserError for an unknown name.
     """
-    changed = settings or {}
+    arguments = settings or {}
     if name not in _files(group):  # searching installed packages takes milliseconds
         for point in _points(group):
             if point.name == name:
-                return point.load()(**changed)
-    arguments = {**_settings(group, name), **changed}
+                return point.load()(**arguments)
+    arguments = {**_settings(group, name), **arguments}
     module, _, attribute = arguments.pop("_target_").rpartition(".")
     return getattr(import_module(module), attribute)(**arguments)
 

@@ -335,12 +335,12 @@ class Strategy:
         if present == former:  # in every micro-batch
             return
         pairs = enumerate(zip(former, present, strict=True))
-        changed = [index for index, (had, has) in pairs if had != has and (has or not is_first)]
-        if not changed:
+        indices = [index for index, (had, has) in pairs if had != has and (has or not is_first)]
+        if not indices:
             return
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         # Of shards there are more entries than parameters, and they are not part of the task while they are gathered.
-        index = changed[0]
+        index = indices[0]
         name = names.get(id(self._trained[index]), "a parameter") if index < len(self._trained) else "a parameter"
         did = (
             f"calls backward itself: {name} has a gradient before that of the returned loss"

@@ -22,28 +22,28 @@ _RATES = frozenset({"lr", "initial_lr", "max_lr", "base_lrs", "_last_lr"})
 _NOT_NEGATIVE = _RATES | {"weight_decay", "eps", "betas", "momentum"}
 
 
-def unlike(own: Any, saved: Any, place: str, *, required: Set[str] = REQUIRED) -> Iterator[str]:
+def unlike(expected: Any, saved: Any, path: str, *, required: Set[str] = REQUIRED) -> Iterator[str]:
     """Yield what in a saved state cannot take the place of a run's own state."""
-    if isinstance(own, Mapping):
+    if isinstance(expected, Mapping):
         if not isinstance(saved, Mapping):
-            yield f"{place} is not a mapping"
+            yield f"{path} is not a mapping"
             return
-        for key, value in own.items():
+        for key, value in expected.items():
             # Keys of `saved` alone are allowed: another version of torch may save more.
             if key in saved:
-                yield from unlike(value, saved[key], f"{place}.{key}", required=required)
+                yield from unlike(value, saved[key], f"{path}.{key}", required=required)
             elif key in required:
-                yield f"{place}.{key} is missing"
-    elif isinstance(own, (list, tuple)):
+                yield f"{path}.{key} is missing"
+    elif isinstance(expected, (list, tuple)):
         # Any length fits an empty list, which may have been filled since the run began.
-        if not isinstance(saved, (list, tuple)) or (own and len(saved) != len(own)):
-            yield f"{place} is not a list of {len(own)} values"
+        if not isinstance(saved, (list, tuple)) or (expected and len(saved) != len(expected)):
+            yield f"{path} is not a list of {len(expected)} values"
             return
-        for index, value in enumerate(own):
-            yield from unlike(value, saved[index], f"{place}[{index}]", required=required)
+        for index, value in enumerate(expected):
+            yield from unlike(value, saved[index], f"{path}[{index}]", required=required)
     # The last key decides: of `optimizer.param_groups[0].betas[1]` it is `betas`.
-    elif not _fits(own, saved, place.rpartition(".")[2].partition("[")[0]):
-        yield f"{place} is {_shown(saved)}, and {_shown(own)} in this run"
+    elif not _fits(expected, saved, path.rpartition(".")[2].partition("[")[0]):
+        yield f"{path} is {_shown(saved)}, and {_shown(expected)} in this run"
 
 
 def _fits(expected: Any, saved: Any, key: str) -> bool:

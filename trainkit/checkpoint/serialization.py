@@ -251,10 +251,10 @@ def open_file(path: Path) -> Iterator[FileIO]:
         raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError unless `found` has the expected keys and shapes; `where` names the checkpoint."""
-    missing = [key for key in expected if key not in found]
-    unexpected = [key for key in found if key not in expected]
+def check_state_dict(expected: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless `saved` has the expected keys and shapes; `where` names the checkpoint."""
+    missing = [key for key in expected if key not in saved]
+    unexpected = [key for key in saved if key not in expected]
     if missing or unexpected:
         lines = [f"{where} belongs to another task, or to this one with other settings:"]
         if missing:
@@ -263,13 +263,13 @@ def check_state_dict(expected: Mapping[str, Any], found: Mapping[str, Any], wher
             lines.append(f"  {len(unexpected)} unexpected: {first_names(unexpected)}")
         raise CheckpointError("\n".join([*lines, _remedy(missing, unexpected)]))
     kinds = (Tensor, StoredTensor)
-    wrong = [key for key, value in expected.items() if isinstance(value, Tensor) and not isinstance(found[key], kinds)]
+    wrong = [key for key, value in expected.items() if isinstance(value, Tensor) and not isinstance(saved[key], kinds)]
     if wrong:
         raise CheckpointError(f"{where} has values that are not tensors: {first_names(wrong)}.")
     differing = [
-        f"{key}: {tuple(found[key].shape)} saved, {tuple(tensor.shape)} expected"
+        f"{key}: {tuple(saved[key].shape)} saved, {tuple(tensor.shape)} expected"
         for key, tensor in expected.items()
-        if isinstance(tensor, Tensor) and found[key].shape != tensor.shape
+        if isinstance(tensor, Tensor) and saved[key].shape != tensor.shape
     ]
     if differing:
         shown = "\n".join(f"  {line}" for line in differing[:NAMES_SHOWN])

@@ -187,19 +187,19 @@ class _Explanations:
         objects = [item for item in self._objects() if path in (item[1], item[0].partition("=")[2])]
         if not objects:
             raise UserError(self._unknown(path))
-        for choice, place, target in objects:
-            node = _value(self._tree, place)
+        for choice, key_path, target in objects:
+            node = _value(self._tree, key_path)
             if isinstance(node, Mapping) and node.get("_target_") == target:
-                yield from self._section(place, node)
+                yield from self._section(key_path, node)
                 continue
-            keys = _keys_of(target, place)
-            yield from (place, f"  {_summary_of(target)}", f"  available with {choice}", f"  keys of {target}:")
+            keys = _keys_of(target, key_path)
+            yield from (key_path, f"  {_summary_of(target)}", f"  available with {choice}", f"  keys of {target}:")
             yield from _columns({key: _first_sentence(keys[key].doc) for key in keys})
 
     def _all_known(self) -> Iterator[tuple[str, str, Parameter]]:
         """Yield the keys of every choice of every group, each after the override that chooses it."""
-        for choice, place, target in self._objects():
-            for key, parameter in _keys_of(target, place).items():
+        for choice, key_path, target in self._objects():
+            for key, parameter in _keys_of(target, key_path).items():
                 yield choice, key, parameter
 
     def _objects(self) -> Iterator[tuple[str, str, str]]:
@@ -207,8 +207,8 @@ class _Explanations:
         for group in GROUPS:
             sign = "+" if group in LISTS else ""
             for name in self._composer.options(group):
-                for place, node in _objects_in(self._composer, group, name).items():
-                    yield f"{sign}{group}={name}", place, node["_target_"]
+                for key_path, node in _objects_in(self._composer, group, name).items():
+                    yield f"{sign}{group}={name}", key_path, node["_target_"]
 
     def _unknown(self, path: str) -> str:
         parent = path.rpartition(".")[0]

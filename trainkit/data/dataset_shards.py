@@ -83,7 +83,7 @@ class Place(NamedTuple):
         return taken if length is None else min(taken, length)
 
 
-def next_shards(place: Place, count: int, lengths: Lengths) -> tuple[list[int], Place]:
+def next_shards(position: Place, count: int, lengths: Lengths) -> tuple[list[int], Place]:
     """Return the shards of the next `count` samples, and the place after them; fewer at the end of the epoch.
 
         shard 0   0 3 6 8         an exhausted shard is left out
@@ -93,7 +93,7 @@ def next_shards(place: Place, count: int, lengths: Lengths) -> tuple[list[int], 
     A shard without a known length counts as endless.
     """
     shards: list[int] = []
-    number, first = place
+    number, first = position
     while len(shards) < count:
         left = [shard for shard in range(first, len(lengths)) if (length := lengths[shard]) is None or length > number]
         # A round from its first shard on in which no shard has samples: the epoch is over.

@@ -21,8 +21,8 @@ _SMALL = 65_536  # elements: smaller tensors are joined, as calling a kernel cos
 
 def summands(parts: Sequence[Iterable[Tensor]]) -> Tensor:
     """Return this rank's checksum of each part and its square, shape (parts, 2); waits for nothing."""
-    each = [checksum(part) for part in parts]  # of a task that is on several devices
-    checksums = torch.stack([number.to(each[0].device, non_blocking=True) for number in each]).double()
+    numbers = [checksum(part) for part in parts]  # of a task that is on several devices
+    checksums = torch.stack([number.to(numbers[0].device, non_blocking=True) for number in numbers]).double()
     return torch.stack([checksums, checksums * checksums], dim=1)
 
 

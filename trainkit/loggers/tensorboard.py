@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.logger import Histogram, HyperParameter, Logger, check_inside_run_dir, truncate
+from trainkit.logger import Histogram, HyperParameter, Logger, check_inside_run_dir, kind_of_metric, truncate
 from trainkit.loggers.media import png
 from trainkit.model.graph import ModelGraph
-from trainkit.report.charts import kind_of
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -190,7 +189,7 @@ def _tag(name: str) -> str:
     stage, _, base = name.partition("/")
     if stage != "train":
         return name
-    group = {"speed": "speed", "optimization": "optimizer", "": "speed"}.get(kind_of(name), stage)
+    group = {"speed": "speed", "optimization": "optimizer", "": "speed"}.get(kind_of_metric(name), stage)
     return f"{group}/{base}"
 
 

@@ -74,12 +74,12 @@ class BufferWrites:
             # A buffer that was added or has grown has no elements to compare.
             if last is None or last.shape != values.shape:
                 continue
-            changed = changed_elements(values, last)
-            if not changed.any():
+            differences = changed_elements(values, last)
+            if not differences.any():
                 continue
-            if name in self._changed and bool((changed & self._changed[name]).any()):
+            if name in self._changed and bool((differences & self._changed[name]).any()):
                 self.names[name] = None
-            self._changed[name] = changed | self._changed.get(name, changed)
+            self._changed[name] = differences | self._changed.get(name, differences)
             # Compared with the previous micro-batch, not with the start of the
             # step: what one changes counts for it alone.
             self._last[name] = values

@@ -65,8 +65,8 @@ def _call_of(kind: Any, key: int, parameter: nn.Parameter) -> Callable[[Tensor],
 
     def call(gradient: Tensor) -> Tensor | None:
         if kind is _before:
-            changed: Tensor | None = hook(gradient)
-            return gradient if changed is None else changed
+            returned: Tensor | None = hook(gradient)
+            return gradient if returned is None else returned
         values, parameter.grad = parameter.detach().clone(), gradient
         hook(parameter)
         gradient_after, parameter.grad = parameter.grad, None

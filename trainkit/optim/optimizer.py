@@ -518,8 +518,8 @@ def _use_fused_kernel(optimizer: Optimizer, task: nn.Module) -> None:
             return
         if group.get("momentum") and group.get("dampening"):
             return
-        places = {p.device for p in group["params"]}
-        if not all(place.type == "cpu" or (on_cuda and is_cuda(place)) for place in places):
+        devices = {p.device for p in group["params"]}
+        if not all(device.type == "cpu" or (on_cuda and is_cuda(device)) for device in devices):
             return
         if not all(p.is_floating_point() for p in group["params"]):
             return

@@ -85,13 +85,13 @@ class StepObserver(Callback):
                 tensors = list(tensors_in(micro_batch.batch))
                 tensors = to_device(tensors, torch.device("cpu"), dtype=run.precision.batch_type)
                 self._see_samples(tensors, micro_batch.num_samples)
-        before = _generators(run.strategy.devices_of_rank)
+        states_before = _generators(run.strategy.devices_of_rank)
         self.is_watching = True
         try:
             return compute(task, batch)
         finally:
             self.is_watching = False
-            self.record["draws"].append([before, _generators(run.strategy.devices_of_rank)])
+            self.record["draws"].append([states_before, _generators(run.strategy.devices_of_rank)])
 
     def _see_samples(self, tensors: Sequence[Tensor], count: int) -> None:
         rows = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.shape[:1] == (count,)]
@@ -100,9 +100,9 @@ class StepObserver(Callback):
         self.record["shapes"][str([list(tensor.shape[1:]) for tensor in rows])] = True
 
     def _see_output(self, label: str, module: nn.Module, arguments: Any, output: Any) -> None:
-        for place, tensor in enumerate(tensors_in(output)) if self.is_watching else ():
+        for index, tensor in enumerate(tensors_in(output)) if self.is_watching else ():
             if tensor.dim() and tensor.layout is torch.strided:
-                name = label if place == 0 else f"{label}, part {place + 1},"
+                name = label if index == 0 else f"{label}, part {index + 1},"
                 self.record["outputs"].setdefault(name, []).append(_projected(tensor))
 
     def _note_order(self, name: str, parameter: Tensor) -> None:

@@ -251,7 +251,7 @@ class _Comparison:
             return ParityRow(name, "failed", error=f"{type(error).__name__}: {error}")
         differences, seconds = self._differences(run)
         # NaN compares false, so it is never equal.
-        steps = [each.step for kind, found in differences.items() for each in found if self._is_beyond(each, kind)]
+        steps = [item.step for kind, of_kind in differences.items() for item in of_kind if self._is_beyond(item, kind)]
         if not steps:
             return self._row(name, run, differences, seconds, verdict="equal")
         row = self._row(name, run, differences, seconds, verdict="different")
@@ -264,24 +264,24 @@ class _Comparison:
         self, name: str, strategy: Strategy | None, differences: dict[str, list[Difference]], step: int
     ) -> Cause:
         """Return the cause of the difference at the first step that has one; trains again up to it."""
-        at_step = {kind: [each for each in found if each.step == step] for kind, found in differences.items()}
+        at_step = {kind: [item for item in of_kind if item.step == step] for kind, of_kind in differences.items()}
         weights = max(at_step["weights"], key=_order)
         if step == 0:
             return Cause("weights", f"before the first step: {weights.parameter} is not that of {REFERENCE}.")
         rounding = TOLERANCES[self._runs.precision]
-        if max(_order(each) for found in at_step.values() for each in found) <= rounding:
+        if max(_order(item) for of_kind in at_step.values() for item in of_kind) <= rounding:
             text = f"step {step}: rounding alone explains {rounding:.0e} in {self._runs.precision}: type tolerance="
             return Cause("rounding", f"{text}{rounding:.0e}.")
         limit = max(self._tolerance, rounding)
-        differ = {kind: any(self._is_beyond(each, kind) for each in found) for kind, found in at_step.items()}
-        before = (_order(each) for each in differences["weights"] if each.step == step - 1)
-        differ["grown"] = max(before, default=0.0) > limit / 10
+        differ = {kind: any(self._is_beyond(item, kind) for item in of_kind) for kind, of_kind in at_step.items()}
+        step_before = (_order(item) for item in differences["weights"] if item.step == step - 1)
+        differ["grown"] = max(step_before, default=0.0) > limit / 10
         try:
             if strategy is None:
                 raise UserError("the strategy cannot be copied")
             if step not in self._observed:
-                again = make_strategy(REFERENCE, 1, self._device)
-                self._observed[step] = self._runs.observe(REFERENCE, again, step)
+                reference = make_strategy(REFERENCE, 1, self._device)
+                self._observed[step] = self._runs.observe(REFERENCE, reference, step)
             observed = self._runs.observe(name, strategy, step)
             cause = explain(
                 self._observed[step], observed, strategy=name, limit=limit, differ=differ, parameter=weights.parameter

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainkit.console import seconds, size
+from trainkit.logger import kind_of_metric
 from trainkit.profiling import KINDS, Timeline, TimelineSpan
 from trainkit.report.html import (
     SafeHtml,
@@ -28,7 +29,6 @@ _LOG_FROM = 20.0  # charts whose values differ by this factor get a switch to a 
 _COLOURS = 8  # classes c0 to c7 of page.css
 MOST_CHARTS = 60
 _STAGE_COLOURS = {"train": 0, "validation": 1, "test": 2}
-_NOT_DRAWN = ("train/epoch",)
 _ROW = 24  # of a timeline
 _BAR = 18
 _TOP = 22
@@ -181,7 +181,7 @@ def _spans_powers(series: Iterable[Series]) -> bool:
 def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, ...]) -> list[SafeHtml]:
     """Return a chart for each metric of these kinds, with all stages of one run, or with all runs."""
     names = dict.fromkeys(name for curves in runs.values() for name in curves)
-    wanted = [name for name in sorted(names, key=_order) if kind_of(name) in kinds]
+    wanted = [name for name in sorted(names, key=_order) if kind_of_metric(name) in kinds]
     is_comparison = len(runs) > 1
     charts = []
     for base, members in ({name: [name] for name in wanted} if is_comparison else base_names(wanted)).items():
@@ -203,28 +203,9 @@ def _style(name: str, members: Sequence[str], position: int) -> tuple[str, int]:
     return name.rpartition("/")[2], position
 
 
-def kind_of(name: str) -> str:
-    """Return the section that a metric belongs to: `learning`, `optimization`, `speed`, `memory`, or none (empty)."""
-    base = name.rpartition("/")[2]
-    if name in _NOT_DRAWN:
-        return ""
-    if base.endswith(("_per_second", "_wait_fraction")) or base == "mfu" or name.startswith("time/"):
-        return "speed"
-    if "memory" in name or base.endswith(("_bytes", "_mib", "_gib", "_mb", "_gb")):
-        return "memory"
-    if (
-        base.startswith("learning_rate")
-        or "/learning_rate" in name
-        or "gradient" in name
-        or base in ("grad_norm", "skipped_steps")
-    ):
-        return "optimization"
-    return "learning"
-
-
 def _order(name: str) -> tuple[int, int, str]:
     base = name.rpartition("/")[2]
-    return ("learning", "optimization", "speed", "memory", "").index(kind_of(name)), base != "loss", base
+    return ("learning", "optimization", "speed", "memory", "").index(kind_of_metric(name)), base != "loss", base
 
 
 def timeline_chart(timeline: Timeline) -> SafeHtml:

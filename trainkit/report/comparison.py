@@ -10,7 +10,8 @@ from pathlib import Path
 
 from trainkit.console import seconds
 from trainkit.errors import UserError
-from trainkit.report.charts import curve_charts, kind_of
+from trainkit.logger import kind_of_metric
+from trainkit.report.charts import curve_charts
 from trainkit.report.config_diff import differing_keys
 from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, table
 from trainkit.report.record import RunData
@@ -60,7 +61,7 @@ def short_names(records: Sequence[RunData]) -> list[str]:
 def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
     metric_names = dict.fromkeys(name for record in records for name in record.metrics)
     wanted = sorted(
-        (name for name in metric_names if kind_of(name)), key=lambda name: (name.startswith("train/"), name)
+        (name for name in metric_names if kind_of_metric(name)), key=lambda name: (name.startswith("train/"), name)
     )
     times = [record.summary.get("seconds") for record in records]
     rows: list[Sequence[Content]] = [

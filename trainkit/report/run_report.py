@@ -13,7 +13,8 @@ from urllib.parse import quote
 from trainkit.console import seconds, size
 from trainkit.errors import Stopped
 from trainkit.files import open_new
-from trainkit.report.charts import chart, curve_charts, kind_of, timeline_chart
+from trainkit.logger import kind_of_metric
+from trainkit.report.charts import chart, curve_charts, timeline_chart
 from trainkit.report.config_diff import ConfigChange, write_config_diff
 from trainkit.report.html import (
     SafeHtml,
@@ -107,7 +108,9 @@ def _learning(record: RunData) -> Section | None:
         written = (record.folder / METRICS).is_file()
         hint = "nothing was logged yet" if written else "no metrics.jsonl was written; add the logger jsonl"
         return Section("learning", "Learning curves", element("p", f"No curves: {hint}.", class_="muted"))
-    rows = [[name, number(value)] for name, value in sorted(record.metrics.items()) if kind_of(name) == "learning"]
+    rows = [
+        [name, number(value)] for name, value in sorted(record.metrics.items()) if kind_of_metric(name) == "learning"
+    ]
     final = element("details", element("summary", "last values"), table(["metric", "last"], rows))
     grid = element("div", *charts, class_="charts")
     return Section("learning", "Learning curves", join_html(grid, final if rows else None))
