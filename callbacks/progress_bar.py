@@ -299,7 +299,7 @@ class LiveProgress:
         self._shown = ExitStack()
         # Taken before the start, which replaces both streams.
         streams, console = (sys.stdout, sys.stderr), terminal()
-        self._width = lambda: console.width
+        self._width: Callable[[], int] = lambda: console.width
         draw = ProgressText(progress, width=self._width).draw
         display = Live(get_renderable=draw, console=console, refresh_per_second=refresh_per_second, transient=True)
         display.start(refresh=True)  # a line printed while the first picture is drawn would repeat it
