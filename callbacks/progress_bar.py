@@ -26,6 +26,7 @@ from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Monitor
 from trainkit.console import Table, clock, in_notebook, number, on_terminal, printable, say, show, size, terminal
 from trainkit.devices import has_streams
 from trainkit.errors import CheckpointError
+from trainkit.metrics.latest import LatestLoss
 from trainkit.rng import SavedGenerators
 from trainkit.run import Run
 from trainkit.settings import check_arguments
@@ -133,7 +134,8 @@ class ProgressBar(Callback):
     def _say_evaluation(self, progress: RunProgress, metrics: Mapping[str, float]) -> None:
         """Write the line of an evaluation, which stays above the display."""
         state = progress.run.state
-        loss = [f"loss {number(state.metrics['train/loss'])}"] if "train/loss" in state.metrics else []
+        trained = progress.with_latest_loss(state.metrics)
+        loss = [f"loss {number(trained['train/loss'])}"] if "train/loss" in trained else []
         values = [
             f"{item} *" if self._best.get(name, (0, -1))[1] == state.step else item
             for name, item in zip(metrics, _named(metrics), strict=True)
@@ -169,6 +171,9 @@ class ProgressBar(Callback):
             elif self._in_notebook:
                 self._display = NotebookProgress(self._progress, refresh_per_second=min(1.0, self.refresh_per_second))
         run.has_display = self._display is not None
+        # Tasks with phases have a loss for each, and no common one.
+        if run.has_display and run.means is not None and not run.phase_optimizers[0].phase:
+            run.means.latest = LatestLoss()
 
 
 class Curve:
@@ -266,6 +271,15 @@ class RunProgress:
         if self.run.max_steps:
             return min(1.0, state.step / self.run.max_steps)
         return min(1.0, state.position / state.epoch_length) if state.epoch_length else None
+
+    def with_latest_loss(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the metrics of the last log point, with the loss of a later step of this rank if one has arrived."""
+        means = self.run.means
+        latest = None if means is None or means.latest is None else means.latest.read()
+        if latest is None or latest[0] <= self.run.logged_at("train/loss"):
+            return metrics
+        # First, as the loss of a log point.
+        return {"train/loss": latest[1], **{name: value for name, value in metrics.items() if name != "train/loss"}}
 
     def training_metrics(self, metrics: Mapping[str, float]) -> list[str]:
         """Return the training metrics, such as `loss 0.6931`."""
@@ -394,7 +408,8 @@ class ProgressText:
         return line
 
     def _numbers(self, now: float) -> Text:
-        metrics = dict(self._progress.run.state.metrics)  # copied at once: the main thread may be adding to it
+        # Copied at once: the main thread may be adding to it.
+        metrics = dict(self._progress.with_latest_loss(dict(self._progress.run.state.metrics)))
         rate = f"{self._progress.samples_per_second(metrics, now=now):,.0f} samples/s"
         elapsed = clock(now - self._progress.started)
         # What callbacks add comes last: a narrow terminal must show what the step returns.

@@ -99,10 +99,11 @@ class Duration:
 
 
 class Interval:
-    """Becomes due once every `duration`; never if that is `None`."""
+    """Becomes due once every `duration`, and after the first step if `at_first`; never if `duration` is `None`."""
 
-    def __init__(self, duration: Duration | None) -> None:
+    def __init__(self, duration: Duration | None, *, at_first: bool = False) -> None:
         self.duration = duration
+        self._at_first = at_first
         self._next = math.inf
 
     def start(self, state: TrainState) -> None:
@@ -115,6 +116,8 @@ class Interval:
         # Multiples from the start of training, not from now: a resumed run is due where one without a break would be.
         passed = math.floor(self.duration.elapsed(state) / self.duration.value * (1 + _ROUNDING))
         self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
+        if self._at_first and state.step == 0:
+            self._next = 0.0
 
     def due(self, state: TrainState) -> bool:
         """Return True once for each multiple of the duration that is reached."""
@@ -123,6 +126,11 @@ class Interval:
         # From the present state, as a step may pass several multiples: they are due once together.
         self.start(state)
         return True
+
+
+def log_interval(max_steps: int | None) -> Duration:
+    """Return the usual interval between log points: 50 steps, and fewer in a run whose curve would have few points."""
+    return Duration(50 if max_steps is None else max(1, min(50, max_steps // 50)), "step")
 
 
 def total_steps(

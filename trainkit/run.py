@@ -301,6 +301,10 @@ class Run:
         for destination in self.loggers:
             destination.write(metrics, step=self.state.step)
 
+    def logged_at(self, name: str) -> int:
+        """Return the step at which a metric was logged last; 0 if it was not."""
+        return self._measured_at.get(name, 0)
+
     def log_last_losses(self) -> None:
         """Write the losses of this rank that no log point has seen, so that the curve of a failed run has its end.
 
@@ -308,7 +312,7 @@ class Run:
         """
         if self.means is None or not self.phase_optimizers or self.phase_optimizers[0].phase:
             return
-        last = self._measured_at.get("train/loss", 0)
+        last = self.logged_at("train/loss")
         for step, loss in self.means.losses_by_step().items():
             if step > last:
                 for destination in self.loggers:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le, Unit
@@ -94,7 +94,8 @@ class Trainer:
         strategy: A strategy or its name, such as `"single"`.
         max_duration: How long to train.
         evaluate_every: How often to validate. None: never.
-        log_every: How often training metrics are reduced and written.
+        log_every: How often training metrics are reduced and written. `auto`: after the first step and every 50 steps,
+            in a run of fewer than 2500 steps so often that its curve has 50 points.
         seed: Seed of python, numpy, torch and the order of samples.
         precision: `fp32`, `bf16-mixed`, `fp16-mixed`, `bf16-true` or `fp64`.
         tf32: Allow TF32 matrix products on CUDA.
@@ -146,7 +147,7 @@ class Trainer:
         *,
         max_duration: str | Duration | Sequence[str | Duration] = "1epoch",
         evaluate_every: str | Duration | None = "1epoch",
-        log_every: str | Duration = "50step",
+        log_every: Literal["auto"] | str | Duration = "auto",
         # The largest seed: ranks and steps add to it, and torch takes seeds below 2**64.
         seed: Annotated[int, Ge(0), Le(2**63 - 1)] = 0,
         precision: str = "fp32",
@@ -196,7 +197,7 @@ class Trainer:
         parsed = FitConfig(
             max_duration=Duration.parse_all(max_duration, where="max_duration"),
             evaluate_every=None if evaluate_every is None else Duration.parse(evaluate_every, where="evaluate_every"),
-            log_every=Duration.parse(log_every, where="log_every"),
+            log_every=None if log_every == "auto" else Duration.parse(log_every, where="log_every"),
             seed=seed,
             precision=chosen_precision,
             clip=GradientClipping(max_grad_norm, max_grad_value),

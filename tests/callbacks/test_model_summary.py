@@ -14,8 +14,8 @@ from trainkit.callbacks.model_summary import ModelSummary, summary
 
 from tests.tasks import MemoryLogger, Regression, regression_data
 from trainkit import Data, Phase, TaskModule
+from trainkit.console import size
 from trainkit.model.flops import cost_of_step
-from trainkit.report.html import size
 from trainkit.trainer import FitResult
 
 Fit = Callable[..., FitResult]

@@ -19,12 +19,15 @@ from typing import cast
 
 import pyte
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trainkit.callbacks.progress_bar import Curve, LiveProgress, ProgressText, RunProgress, fitting
 
 from tests.callbacks import progress_program
 from tests.program import Program
+from trainkit.metrics.latest import LatestLoss
+from trainkit.metrics.step_output import StepOutput
 from trainkit.run import EvaluationProgress, Run
 from trainkit.state import TrainState
 
@@ -204,7 +207,7 @@ def test_a_curve_falls_and_rises_as_its_values_over_the_steps() -> None:
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_line_of_the_display_has_whole_items_and_the_first_ones_first(width: int) -> None:
     state = TrainState(metrics={f"train/{name}": 0.25 for name in ("loss", "accuracy", *map(str, range(30)))}, step=3)
-    run = SimpleNamespace(state=state, max_steps=9, evaluation=None)
+    run = SimpleNamespace(state=state, max_steps=9, evaluation=None, means=None)
     run.signals = run.loader = run.phase_optimizer = SimpleNamespace(received=None, num_steps=3)
     text = ProgressText(RunProgress(cast(Run, run)), width=lambda: width)
 
@@ -213,6 +216,19 @@ def test_a_line_of_the_display_has_whole_items_and_the_first_ones_first(width: i
     assert width - len("  1 0.25") < len(numbers) <= width
     assert numbers.startswith("loss 0.25  accuracy 0.25  0 0.25  1 0.25")
     assert all(re.fullmatch(r"\S+ \S+|\d:\d\d", item) for item in numbers.split("  "))
+
+
+@pytest.mark.parametrize(("logged_at", "shown"), [(0, "0.5"), (40, "0.5"), (41, "0.25")])
+def test_between_log_points_the_display_shows_the_latest_loss(logged_at: int, shown: str) -> None:
+    metrics = {"train/accuracy": 0.75, "train/loss": 0.25} if logged_at else {}
+    run = SimpleNamespace(state=TrainState(metrics=metrics), means=SimpleNamespace(latest=LatestLoss()))
+    run.logged_at = lambda name: logged_at
+    run.means.latest.offer([StepOutput(torch.tensor(0.5), 4)], 41)
+
+    progress = RunProgress(cast(Run, run))
+    items = progress.training_metrics(progress.with_latest_loss(run.state.metrics))
+    assert f"loss {shown}" in items and len(items) == (2 if metrics else 1)
+    assert logged_at == 41 or items[0] == "loss 0.5"
 
 
 @pytest.mark.parametrize("width", [20, 80, 120])

@@ -412,7 +412,7 @@ class Exploding(Regression):
 
 @pytest.mark.parametrize("log_every", ["1step", "4step", "1000step"])
 def test_raise_names_the_first_bad_step_and_what_to_try(make_trainer, log_every):
-    with pytest.raises(UserError, match=r"NaN or infinite at step 3 \(samples .*\)\. Lower the learning rate"):
+    with pytest.raises(UserError, match=r"NaN or infinite at step 3[ ,.].*Lower the learning rate.*The samples were "):
         make_trainer(log_every=log_every).fit(Exploding(3, 4), data())
 
 

@@ -157,10 +157,10 @@ def test_a_killed_run_is_reported_as_unfinished(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_does_not_end_training(make_trainer, monkeypatch, caplog):
-    def refuse(folder):
+    def refuse(text, path):
         raise OSError("no space left")
 
-    monkeypatch.setattr("trainkit.report.run_report.write_report", refuse)
+    monkeypatch.setattr("trainkit.report.run_report.write_page", refuse)
     result = make_trainer(max_duration="2step").fit(Regression(), Data(train=regression_data(8), batch_size=4))
     assert result.steps == 2
     assert "could not be written: OSError: no space left" in caplog.text

@@ -25,7 +25,8 @@ class FitConfig:
     max_duration: Sequence[Duration]
     """Training stops at whichever comes first."""
     evaluate_every: Duration | None
-    log_every: Duration
+    log_every: Duration | None
+    """`None`: by the length of the run."""
     seed: int
     precision: Precision
     clip: GradientClipping

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainkit.data.batch import StepBatch
 from trainkit.data.loader import BatchLoader
-from trainkit.duration import Interval
+from trainkit.duration import Interval, log_interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.followed_state import FollowedState
@@ -43,7 +43,10 @@ class FitLoop:
         self._run = run
         self._loader: BatchLoader = run.loader
         self._max_duration = config.max_duration
-        self._log_interval = Interval(config.log_every)
+        # The first step too: that of a slow model would else show no loss for a long time.
+        self._log_interval = Interval(
+            config.log_every or log_interval(run.max_steps), at_first=config.log_every is None
+        )
         self._evaluation_interval = Interval(config.evaluate_every if validation is not None else None)
         self._validation = validation
         self._policy = NonFinitePolicy(run, policy=config.on_nonfinite, max_rollbacks=config.max_rollbacks)
@@ -259,6 +262,8 @@ class FitLoop:
         bad = means.nonfinite_steps()
         with_buffers = self._evaluated_step != run.state.step  # an evaluation may count in buffers of this rank
         is_compared = at_end or self._replicas.is_due()
+        if is_compared:
+            self._check_parameters()  # first: the values of a new parameter may differ, but that is not what to mend
         checksum = self._replicas.sums(with_buffers=with_buffers) if is_compared else None
         reduced = means.reduce(run.strategy.comm, checksum=checksum)
         self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,28 @@ from torch import Tensor, nn
 from trainkit.devices import widest_float
 from trainkit.distributed.collectives import Collectives
 from trainkit.errors import UserError
+from trainkit.metrics.latest import LatestLoss
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import MetricShard, compute_synced, metrics_in, reset_all, states_on_host
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
+_COMPARED = 64
+"""Outputs whose losses are compared with their numbers of samples, unless there are more since the last log."""
 _CHECKSUM = "checksum of replicas"
 _FEW = 0.4  # of the samples of the largest micro-batch: a mean over so few is seldom as small as a sum over them
 _HAS_OBJECTS = "metric objects"
 """A name among the sums where a rank has metric objects: all ranks then know, without another collective."""
+
+
+class _Losses(NamedTuple):
+    """Losses that were summed up together."""
+
+    values: Tensor
+    """Shape (outputs,), on the device."""
+    steps: list[int]
+    sizes: list[float]
+    """The samples of each; fewer numbers if the task gives weights."""
 
 
 class WeightedMeans:
@@ -36,6 +49,8 @@ class WeightedMeans:
         """Whether every loss of every rank in the last `reduce` was finite."""
         self.loss_grows_with_samples = False
         """Whether the losses of small and large micro-batches in the last `reduce` look like sums over samples."""
+        self.latest: LatestLoss | None = None
+        """Gets the losses, if a display shows them between log points."""
         self.checksum_sums: list[float] | None = None
         """The sums over ranks of what the last `reduce` got as its checksum."""
         self._device = device
@@ -43,15 +58,17 @@ class WeightedMeans:
         self._outputs: list[StepOutput] = []
         self._steps: list[int] = []
         self._sums: dict[str, Tensor] = {}  # name -> (2,): weighted sum, sum of weights
-        self._losses: list[tuple[Tensor, list[int]]] = []  # losses (outputs,) and the steps that they are of
-        self._sizes: list[float] = []  # samples of each loss, unless the task gives weights
-        self._is_reduced = False  # `_losses` and `_sizes` are those of the last `reduce`
+        self._losses: list[_Losses] = []
+        self._is_reduced = False  # `_losses` are those of the last `reduce`
+        self._earlier_losses: list[_Losses] = []  # of the last few outputs before
         self._objects = MetricAccumulator()
 
     def add(self, outputs: Sequence[StepOutput], *, step: int = 0) -> None:
         """Count the outputs of one step, or of one evaluation batch."""
         self._outputs += outputs
         self._steps += [step] * len(outputs)
+        if self.latest is not None:
+            self.latest.offer(outputs, step)
         if len(self._outputs) >= _FOLD_AT:
             self._fold()
 
@@ -66,7 +83,12 @@ class WeightedMeans:
         if self._objects:
             self._sums[_HAS_OBJECTS] = torch.ones(2, dtype=self._dtype, device=self._device)
         names, sums = collectives.all_reduce_metrics(self._sums, device=self._device, dtype=self._dtype)
-        self.loss_grows_with_samples = _grow_with(self._sizes, [losses for losses, _ in self._losses])
+        # With those before: a log point after each step sees micro-batches of one size only.
+        earlier, new = self._earlier_losses, [] if self._is_reduced else self._losses
+        while earlier and sum(len(losses.steps) for losses in (*earlier, *new)) > _COMPARED:
+            earlier = earlier[1:]
+        self._earlier_losses = [*earlier, *new]
+        self.loss_grows_with_samples = _grow_with_samples(self._earlier_losses)
         self._sums, self._is_reduced = {}, True
         reduced = dict(zip(names, sums.tolist(), strict=True))  # name -> [weighted sum, sum of weights]
         self.checksum_sums = reduced.pop(_CHECKSUM, None)
@@ -86,7 +108,8 @@ class WeightedMeans:
     def load_state_dict(self, saved: Mapping[str, list[float]], collectives: Collectives) -> None:
         """Replace the sums by those of a `state_dict`; rank 0 counts the samples of all ranks."""
         counted = saved if collectives.rank == 0 else {}
-        self._outputs, self._steps, self._losses, self._sizes, self._is_reduced = [], [], [], [], False
+        self._outputs, self._steps, self._losses, self._is_reduced = [], [], [], False
+        self._earlier_losses = []
         self._sums = {name: torch.tensor(s, dtype=self._dtype, device=self._device) for name, s in counted.items()}
         self._objects.reset()
 
@@ -101,9 +124,9 @@ class WeightedMeans:
         if "loss" not in self._sums or math.isfinite(float(self._sums["loss"][0])):
             return []
         nonfinite = []
-        for losses, steps in self._losses:
-            finite = torch.isfinite(losses).tolist()
-            nonfinite += [step for step, is_finite in zip(steps, finite, strict=True) if not is_finite]
+        for losses in self._losses:
+            finite = torch.isfinite(losses.values).tolist()
+            nonfinite += [step for step, is_finite in zip(losses.steps, finite, strict=True) if not is_finite]
         return list(dict.fromkeys(nonfinite))
 
     def losses_by_step(self) -> dict[int, float]:
@@ -113,8 +136,8 @@ class WeightedMeans:
         """
         self._fold()
         by_step: dict[int, list[float]] = {}
-        for losses, steps in self._losses:
-            for step, loss in zip(steps, losses.tolist(), strict=True):
+        for losses in self._losses:
+            for step, loss in zip(losses.steps, losses.values.tolist(), strict=True):
                 by_step.setdefault(step, []).append(loss)
         return {step: sum(losses) / len(losses) for step, losses in by_step.items()}
 
@@ -128,7 +151,7 @@ class WeightedMeans:
         if not outputs:
             return
         if self._is_reduced:
-            self._losses, self._sizes, self._is_reduced = [], [], False
+            self._losses, self._is_reduced = [], False
         columns: dict[str, list[Tensor | float]] = {}
         columns["loss"] = [output.loss for output in outputs if output.loss is not None]
         for name in dict.fromkeys(chain.from_iterable(output.metrics for output in outputs)):
@@ -145,8 +168,8 @@ class WeightedMeans:
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             if name == "loss":
                 of_loss = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
-                self._losses.append((stacked, of_loss))
-                self._sizes += [float(o.weight) for o in outputs if o.loss is not None and not o.own_weight]
+                sizes = [float(o.weight) for o in outputs if o.loss is not None and not o.own_weight]
+                self._losses.append(_Losses(stacked, of_loss, sizes))
 
 
 class MetricAccumulator:
@@ -203,12 +226,13 @@ class MetricAccumulator:
         self._is_elsewhere = False
 
 
-def _grow_with(sizes: Sequence[float], losses: Sequence[Tensor]) -> bool:
+def _grow_with_samples(compared: Sequence[_Losses]) -> bool:
     """Return True if the losses of micro-batches with few samples are smaller in proportion; waits for the device."""
+    sizes = [size for losses in compared for size in losses.sizes]
     largest = max(sizes, default=0)
-    if not sizes or min(sizes) > _FEW * largest or sum(map(len, losses)) != len(sizes):
+    if not sizes or min(sizes) > _FEW * largest or sum(len(losses.steps) for losses in compared) != len(sizes):
         return False
-    values = torch.cat(list(losses)).tolist()
+    values = torch.cat([losses.values for losses in compared]).tolist()
     full = [value for value, size in zip(values, sizes, strict=True) if size == largest][-8:]  # the nearest in time
     few = [(value, size) for value, size in zip(values, sizes, strict=True) if 0 < size <= _FEW * largest]
     mean = sum(full) / len(full)
