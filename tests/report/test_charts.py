@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.report.parsed import Page
 from trainkit.console import seconds, size
-from trainkit.report.charts import Series, chart
+from trainkit.report.charts import Series, chart, curve_charts
 from trainkit.report.html import number, share, short, ticks
 from trainkit.report.record import Curve, averaged, base_names, downsample, read_curves
 
@@ -81,3 +81,20 @@ def test_a_chart_without_a_finite_value_says_so_and_escapes_its_names():
 )
 def test_numbers_are_rounded_and_have_units(shown, text):
     assert shown == text
+
+
+def test_a_value_of_training_is_drawn_at_the_middle_of_its_steps_and_others_at_their_own():
+    curve = Curve([1, 50, 100, 120], [4.0, 3.0, 2.0, 1.0])
+    names = ("train/loss", "validation/loss", "train/learning_rate", "train/samples_per_second")
+    charts = curve_charts({"": dict.fromkeys(names, curve)}, kinds=("learning", "optimization", "speed"))
+    pictures = [json.loads(script) for html in charts for script in Page(html).scripts if script.startswith("{")]
+    drawn = {(series["name"], *series["x"]) for picture in pictures for series in picture["series"]}
+    assert ("train", 1, 26, 75, 110) in drawn and ("validation", 1, 50, 100, 120) in drawn
+    assert ("train", 1, 50, 100, 120) in drawn  # the learning rate, and the speed
+
+
+def test_the_axis_of_memory_begins_at_0():
+    curve = Curve([1, 2, 3], [500.0, 501.0, 502.0])
+    (memory,) = curve_charts({"": {"host/memory_mib": curve}}, kinds=("memory",))
+    (loss,) = curve_charts({"": {"validation/loss": curve}}, kinds=("learning",))
+    assert ">0<" in memory and ">0<" not in loss

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.report.parsed import Page
+from trainkit.checkpoint.store import CheckpointEntry, Manifest, Monitor
 from trainkit.cli.main import main
 from trainkit.report.comparison import comparison_report, short_names
+from trainkit.report.config_diff import ConfigChange
 from trainkit.report.record import read_run
 
 
@@ -51,8 +53,8 @@ def test_a_file_that_no_run_writes_is_one_message_or_not_shown(two_runs, capsys,
 
 def test_runs_are_compared(two_runs, capsys):
     assert main(["report", "runs/first", "runs/second"]) == 0
-    assert capsys.readouterr().out == "runs/second/comparison.html\n"
-    page = Page.of(two_runs / "second" / "comparison.html")
+    assert capsys.readouterr().out == "runs/comparison.html\n"
+    page = Page.of(two_runs / "comparison.html")
     assert "2 runs of digits" in page.text
     assert "task.width 8 16" in page.text and "task.lr" not in page.text and "run_dir" not in page.text
     pictures = [json.loads(script) for script in page.scripts if script.startswith("{")]
@@ -71,6 +73,38 @@ def test_a_comparison_marks_the_best_value_and_shows_differences_to_the_first_ru
     marked = re.findall(r'<b class="good">([^<]*)</b>', html)
     assert sorted(marked) == ["0.25", "0.9"]  # the least loss, the greatest accuracy
     assert html.count("-50.0 %") == 2
+
+
+def test_a_comparison_has_best_values_rates_of_the_whole_run_and_what_was_typed(two_runs):
+    records = [
+        replace(
+            read_run(two_runs / name),
+            summary={"steps": 8, "seconds": 2.0 * rate, "samples_per_second": 100.0 * rate, "metrics": {}},
+            config={"task": {"width": rate, "lr": 0.1}, "strategy": {"bucket_cap_mb": rate}},
+            config_diff=[ConfigChange("task.width", "3", str(rate))],
+            environment={"strategy": f"strategy of {rate}"},
+            manifest=Manifest(
+                [
+                    CheckpointEntry(two_runs, "x", step, 0, {"validation/loss": rate / step}, "best", "", 1, "", 1)
+                    for step in (1, 4, 2)
+                ],
+                Monitor("validation/loss", "min"),
+            ),
+        )
+        for name, rate in (("first", 1), ("second", 2))
+    ]
+    page = Page(comparison_report(records))
+    for row in (
+        "best validation/loss 0.25 0.5 +100.0 %",
+        "time 2 s 4 s",
+        "samples per second, whole run 100 200 +100.0 %",
+        "strategy strategy of 1 strategy of 2",
+        "task.width 1 2",
+    ):
+        assert row in page.text, row
+    assert "bucket_cap_mb" not in page.text
+    titles = ["Result", "Speed", "Setup"]
+    assert [page.text.index(title) for title in titles] == sorted(page.text.index(title) for title in titles)
 
 
 def test_compared_jobs_of_a_sweep_are_named_by_the_overrides_that_differ(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,7 +45,10 @@ def report(arguments: Arguments) -> int:
                 # Resolved, as links and `..` give one folder several paths.
                 if run.resolve() in [other.resolve() for other in runs[:index]]:
                     raise UserError(f"{run} is given twice; a comparison needs different runs.")
-            page, path = comparison_report([read_run(run) for run in runs]), runs[-1] / COMPARISON
+            # Beside the runs: inside of one it would look as if it belonged to that.
+            beside = Path(os.path.commonpath([run.absolute().parent for run in runs]))
+            path = (beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside) / COMPARISON
+            page = comparison_report([read_run(run) for run in runs])
     # Its message is already complete, and it is a ValueError.
     except UserError:
         raise

@@ -53,13 +53,18 @@ class Series:
     colour: int = 0
 
 
-def chart(title: str, series: Sequence[Series], *, x_name: str = "step") -> SafeHtml:
-    """Return a figure with all series; with widely differing values also a plot with a logarithmic axis."""
+def chart(title: str, series: Sequence[Series], *, x_name: str = "step", from_zero: bool = False) -> SafeHtml:
+    """Return a figure with all series; with widely differing values also a plot with a logarithmic axis.
+
+    `from_zero`: the axis begins at 0, for amounts whose growth would look larger than it is.
+    """
     finite_series = [item for item in series if any(math.isfinite(value) for value in item.curve.values)]
-    plots, switch = [_plot(finite_series, x_name=x_name, logarithmic=False)] if finite_series else [], None
-    if not finite_series:
+    plots, switch = [], None
+    if finite_series:
+        plots.append(_plot(finite_series, x_name=x_name, logarithmic=False, from_zero=from_zero))
+    else:
         plots.append(element("p", f"{', '.join(item.name for item in series)}: no finite value", class_="muted"))
-    elif _spans_powers(finite_series):
+    if finite_series and not from_zero and _spans_powers(finite_series):
         plots.append(_plot(finite_series, x_name=x_name, logarithmic=True))
         box = element("input", type="checkbox", class_="log-switch")
         switch = element("label", box, "log", class_="switch", title="log scale")
@@ -83,14 +88,15 @@ class _Axes:
     logarithmic: bool
 
     @classmethod
-    def around(cls, curves: Sequence[Curve], *, logarithmic: bool) -> _Axes:
+    def around(cls, curves: Sequence[Curve], *, logarithmic: bool, from_zero: bool) -> _Axes:
         steps = [step for curve in curves for step in (curve.steps[0], curve.steps[-1])]
         values = [value for curve in curves for value in curve.values if math.isfinite(value)]
         low, high = min(values), max(values)
         if logarithmic:
             low, high = math.log10(low), math.log10(high)
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        bottom = 0.0 if not logarithmic and (0 <= low <= 0.3 * high or low == high > 0) else low - margin
+        is_near_zero = 0 <= low <= 0.3 * high or low == high > 0 or (from_zero and low >= 0)
+        bottom = 0.0 if is_near_zero and not logarithmic else low - margin
         return cls(min(steps), max(steps), bottom, high + margin, logarithmic)
 
     def across(self, step: float) -> float:
@@ -113,9 +119,9 @@ class _Axes:
         return [value for value in values if self.bottom <= math.log10(value) <= self.top]
 
 
-def _plot(series: Sequence[Series], *, x_name: str, logarithmic: bool) -> SafeHtml:
+def _plot(series: Sequence[Series], *, x_name: str, logarithmic: bool, from_zero: bool = False) -> SafeHtml:
     thin = [downsample(item.curve, most=MOST_POINTS) for item in series]
-    axes = _Axes.around(thin, logarithmic=logarithmic)
+    axes = _Axes.around(thin, logarithmic=logarithmic, from_zero=from_zero)
     lines: list[SafeHtml] = []
     pointed: list[dict[str, object]] = []
     for item, fine in zip(series, thin, strict=True):
@@ -190,9 +196,18 @@ def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, .
             for position, name in enumerate(members):
                 label, colour = (run, index) if is_comparison else _style(name, members, position)
                 if name in curves:
-                    series.append(Series(label, curves[name], colour))
-        charts.append(chart(base, series))
+                    series.append(Series(label, _centred(name, curves[name]), colour))
+        charts.append(chart(base, series, from_zero=kind_of_metric(members[0]) == "memory"))
     return charts[:MOST_CHARTS]
+
+
+def _centred(name: str, curve: Curve) -> Curve:
+    """Return the curve of what training steps return at the middle of the steps that each value is the mean of."""
+    if not name.startswith("train/") or kind_of_metric(name) != "learning":
+        return curve
+    # Else training would seem to be behind validation, by half a log interval.
+    starts = [0.0, *curve.steps[:-1]]
+    return Curve([(start + step + 1) // 2 for start, step in zip(starts, curve.steps, strict=True)], curve.values)
 
 
 def _style(name: str, members: Sequence[str], position: int) -> tuple[str, int]:

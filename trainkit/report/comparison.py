@@ -19,6 +19,7 @@ from trainkit.report.step_breakdown import breakdown
 from trainkit.report.sweep_report import Job, job_names, read_sweep
 
 _SMALL_IS_GOOD = ("loss", "error", "perplexity", "bits_per_character", "mae", "mse")
+_OF_LAST_INTERVAL = ("train/samples_per_second", "train/steps_per_second")
 _LARGE_IS_GOOD = ("accuracy", "f1", "auc", "precision", "recall", "per_second", "mfu")
 
 
@@ -26,10 +27,8 @@ def comparison_report(records: Sequence[RunData]) -> str:
     """Return the HTML of a comparison with the first run."""
     names = short_names(records)
     sections = [
-        Section("metrics", "Final metrics", _metrics(records, names)),
-        _curves("learning", "Learning curves", records, names, kinds=("learning", "optimization")),
-        _curves("speed", "Speed", records, names, kinds=("speed", "memory")),
-        _breakdowns(records, names),
+        Section("result", "Result", _result(records, names)),
+        Section("speed", "Speed", _speed(records, names)),
         _differences(records, names),
     ]
     kinds = " and ".join(dict.fromkeys(record.recipe for record in records))
@@ -58,18 +57,36 @@ def short_names(records: Sequence[RunData]) -> list[str]:
     return [str(folder)[len(common) :].lstrip("/") or str(folder) for folder in folders]
 
 
-def _metrics(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
+def _result(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
+    """Return the best value of what each run monitors, the last values of what its steps return, and their curves."""
+    rows: list[Sequence[Content]] = [_row("steps", _of_summaries(records, "steps"))]
+    for metric, mode in dict.fromkeys(r.manifest.monitor for r in records if r.manifest and r.manifest.monitor):
+        best = [None if r.best is None else r.best.metrics.get(metric) for r in records]
+        rows.append(_row(f"best {metric}", best, mode))
+    rows += _last_values(records, kinds=("learning", "optimization"))
+    return join_html(table(["last values", *names], rows, numbers=True), _curves(records, names, kinds=("learning",)))
+
+
+def _speed(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
+    """Return the times and rates of the runs, and where the time goes."""
+    times = _of_summaries(records, "seconds")
+    rows: list[Sequence[Content]] = [["time", *("-" if value is None else seconds(value) for value in times)]]
+    rows.append(_row("samples per second, whole run", _of_summaries(records, "samples_per_second"), "max"))
+    # Those of the last log point say less than those of the whole run.
+    rows += [row for row in _last_values(records, kinds=("speed", "memory")) if row[0] not in _OF_LAST_INTERVAL]
+    curves = _curves(records, names, kinds=("speed", "memory"))
+    return join_html(table(["", *names], rows, numbers=True), curves, _breakdowns(records, names))
+
+
+def _of_summaries(records: Sequence[RunData], key: str) -> list[float | None]:
+    return [float(record.summary[key]) if key in record.summary else None for record in records]
+
+
+def _last_values(records: Sequence[RunData], *, kinds: tuple[str, ...]) -> list[Sequence[Content]]:
     metric_names = dict.fromkeys(name for record in records for name in record.metrics)
-    wanted = sorted(
-        (name for name in metric_names if kind_of_metric(name)), key=lambda name: (name.startswith("train/"), name)
-    )
-    times = [record.summary.get("seconds") for record in records]
-    rows: list[Sequence[Content]] = [
-        _row("steps", [float(record.summary["steps"]) if "steps" in record.summary else None for record in records]),
-        ["time", *("-" if value is None else seconds(float(value)) for value in times)],
-        *(_row(name, [record.metrics.get(name) for record in records], _goal(name)) for name in wanted),
-    ]
-    return table(["metric", *names], rows, numbers=True)
+    wanted = [name for name in metric_names if kind_of_metric(name) in kinds]
+    wanted.sort(key=lambda name: (name.startswith("train/"), name))
+    return [_row(name, [record.metrics.get(name) for record in records], _goal(name)) for name in wanted]
 
 
 def _row(name: str, values: Sequence[float | None], goal: str = "") -> list[Content]:
@@ -96,25 +113,31 @@ def _goal(name: str) -> str:
     return "max" if base.endswith(_LARGE_IS_GOOD) else ""
 
 
-def _curves(
-    key: str, title: str, records: Sequence[RunData], names: Sequence[str], *, kinds: tuple[str, ...]
-) -> Section | None:
+def _curves(records: Sequence[RunData], names: Sequence[str], *, kinds: tuple[str, ...]) -> SafeHtml | None:
     charts = curve_charts({name: record.curves for name, record in zip(names, records, strict=True)}, kinds=kinds)
-    return Section(key, title, element("div", *charts, class_="charts")) if charts else None
+    return element("div", *charts, class_="charts") if charts else None
 
 
-def _breakdowns(records: Sequence[RunData], names: Sequence[str]) -> Section | None:
+def _breakdowns(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml | None:
     sections = [(name, breakdown(record.step_times)) for name, record in zip(names, records, strict=True)]
     parts = [element("div", element("h3", name), part) for name, part in sections if part is not None]
-    return Section("breakdown", "Where the time goes", element("div", *parts, class_="charts")) if parts else None
+    return element("div", *parts, class_="charts") if parts else None
 
 
 def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | None:
     if not all(record.config for record in records):
         return None
     rows = differing_keys([record.config for record in records])
+    diffs = [record.config_diff for record in records]
+    if all(diff is not None for diff in diffs):
+        # What was typed: another strategy brings keys of its own, which nobody has set.
+        changed = {change.key for diff in diffs for change in diff or ()}
+        rows = [row for row in rows if changed & {row[0].rsplit(".", n)[0] for n in range(row[0].count(".") + 1)}]
+    layouts = [str(record.environment.get("strategy", "")) for record in records]
+    if len(set(layouts)) > 1:
+        rows.insert(0, ("strategy", layouts))
     if not rows:
-        return Section("settings", "Settings", element("p", "No differences."))
+        return Section("setup", "Setup", element("p", "No differences."))
     cells = [
         [
             element("code", key),
@@ -122,4 +145,4 @@ def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | 
         ]
         for key, values in rows
     ]
-    return Section("settings", "Differing settings", table(["key", *names], cells))
+    return Section("setup", "Setup", table(["key that differs", *names], cells))

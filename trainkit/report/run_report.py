@@ -113,7 +113,9 @@ def _learning(record: RunData) -> Section | None:
     ]
     final = element("details", element("summary", "last values"), table(["metric", "last"], rows))
     grid = element("div", *charts, class_="charts")
-    return Section("learning", "Learning curves", join_html(grid, final if rows else None))
+    note = "A value of training is the mean since the log point before, and is drawn at the middle of these steps."
+    content = join_html(grid, element("p", note, class_="muted"), final if rows else None)
+    return Section("learning", "Learning curves", content)
 
 
 def _speed(record: RunData) -> Section | None:
@@ -142,7 +144,7 @@ def _memory(record: RunData) -> Section | None:
     charts = curve_charts({"": record.curves}, kinds=("memory",))
     measured = memory_series(record.step_times)
     if measured:
-        charts.insert(0, chart("memory (MiB)", measured))
+        charts.insert(0, chart("memory (MiB)", measured, from_zero=True))
     return Section("memory", "Memory", element("div", *charts, class_="charts")) if charts else None
 
 
