@@ -74,7 +74,7 @@ def show(table: Table) -> None:
         from trainkit.rng import SavedGenerators  # here, as `--help` does not wait for torch
 
         with SavedGenerators():  # `rich` draws from python's generator when it is imported
-            terminal().print(printable(table.title), style="bold", markup=False)
+            terminal().print(f"\n{printable(table.title)}", style="bold", markup=False)
             terminal().print(_drawn(table))
     else:
         say(plain(table))

@@ -121,7 +121,7 @@ def test_an_error_of_a_custom_collate_function_is_raised_as_it_is(make_trainer):
     def collate_fn(samples):
         raise RuntimeError("tensors should be of equal size")
 
-    with pytest.raises(RuntimeError, match=r"^tensors should be of equal size$"):
+    with pytest.raises(RuntimeError, match=r"(?m)^tensors should be of equal size$"):
         make_trainer(max_duration="1step").fit(Regression(), Data(train=[1, 2], batch_size=2, collate_fn=collate_fn))
 
 
