@@ -278,16 +278,13 @@ class RunProgress:
         latest = None if means is None or means.latest is None else means.latest.read()
         if latest is None or latest[0] <= self.run.logged_at("train/loss"):
             return metrics
-        # First, as the loss of a log point.
-        return {"train/loss": latest[1], **{name: value for name, value in metrics.items() if name != "train/loss"}}
+        return {**metrics, "train/loss": latest[1]}
 
     def training_metrics(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return the training metrics, such as `loss 0.6931`."""
-        return [
-            f"{name.removeprefix('train/')} {number(value)}"
-            for name, value in metrics.items()
-            if name.startswith("train/") and name not in _SHOWN_ELSEWHERE
-        ]
+        """Return the training metrics, such as `loss 0.6931`, the loss first."""
+        names = [name for name in metrics if name.startswith("train/") and name not in _SHOWN_ELSEWHERE]
+        names.sort(key=lambda name: name != "train/loss")  # several ranks reduce them in the order of their names
+        return [f"{name.removeprefix('train/')} {number(metrics[name])}" for name in names]
 
     def samples_per_second(self, metrics: Mapping[str, float], *, now: float) -> float:
         """Return the rate of the last log interval, or the mean since the start before the first log point."""

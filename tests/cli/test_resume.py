@@ -86,8 +86,8 @@ def test_a_stop_before_the_first_checkpoint_says_why_nothing_is_saved():
     assert hint(saving, fast_dev_run=True) == "stopped by SIGTERM; fast_dev_run=true saves nothing."
 
     assert main(["fit", *TINY, *CHECKPOINTS, "run_dir=run", "trainer.max_duration=2step"]) == 0
-    assert "; the state is saved in run/checkpoints/step_00000002.pt. To continue: " in hint(saving, "run")
-    assert "; the last checkpoint is run/checkpoints/step_00000002.pt. To continue: " in hint(at_epochs, "run")
+    assert "; the state is saved in run/checkpoints/step_00000002.pt.\nTo continue: " in hint(saving, "run")
+    assert "; the last checkpoint is run/checkpoints/step_00000002.pt.\nTo continue: " in hint(at_epochs, "run")
 
 
 def test_the_command_to_continue_trusts_code_that_only_the_command_line_named():

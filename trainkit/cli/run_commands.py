@@ -135,7 +135,7 @@ def resume_hint(stopped: Stopped, run_dir: Path | str, tree: Mapping[str, Any]) 
         hint = "" if saves_at_end else ", and save_at_end=false saves nothing at a signal"
         return f"{by} before the first checkpoint was saved{hint}: there is nothing to resume."
     where = f"the state is saved in {checkpoint}" if saves_at_end else f"the last checkpoint is {checkpoint}"
-    return f"{by}; {where}. To continue: {resume_command(run_dir, tree)}"
+    return f"{by}; {where}.\nTo continue: {resume_command(run_dir, tree)}"
 
 
 def new_run_dir(settings: Settings) -> Path | str:
