@@ -66,6 +66,8 @@ class ProgressBar(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         if run.is_main:
+            if has_streams(run.strategy.device):
+                run.peak_memory.restart()
             self._start(run)
             self._modes, self._best, self._curves = _modes(run), {}, {}
 
@@ -105,7 +107,8 @@ class ProgressBar(Callback):
         if has_streams(run.strategy.device):
             done.append(f"peak memory {size(run.peak_memory.of_run())}")
         finished = f"{run.stop_reason or 'finished'}: {', '.join(done)}"
-        say(f"✓ {finished}" if draws_curves and run.stopped_by is None else finished)
+        is_sound = all(math.isfinite(value) for name, value in state.metrics.items() if name.endswith("loss"))
+        say(f"✓ {finished}" if draws_curves and is_sound and run.stopped_by is None else finished)
         if state.metrics:
             since = "" if run.resumed_from is None else " since the resume"
             show(self._metric_table(state.metrics, since=since, draws_curves=draws_curves))
@@ -134,8 +137,7 @@ class ProgressBar(Callback):
     def _say_evaluation(self, progress: RunProgress, metrics: Mapping[str, float]) -> None:
         """Write the line of an evaluation, which stays above the display."""
         state = progress.run.state
-        trained = progress.with_latest_loss(state.metrics)
-        loss = [f"loss {number(trained['train/loss'])}"] if "train/loss" in trained else []
+        loss = [f"loss {number(state.metrics['train/loss'])}"] if "train/loss" in state.metrics else []
         values = [
             f"{item} *" if self._best.get(name, (0, -1))[1] == state.step else item
             for name, item in zip(metrics, _named(metrics), strict=True)
@@ -287,9 +289,10 @@ class RunProgress:
         return [f"{name.removeprefix('train/')} {number(metrics[name])}" for name in names]
 
     def samples_per_second(self, metrics: Mapping[str, float], *, now: float) -> float:
-        """Return the rate of the last log interval, or the mean since the start before the first log point."""
+        """Return the rate of the last log interval, or before there is one the mean since the start."""
         measured = metrics.get("train/samples_per_second")
-        if measured is not None:
+        # Not of the log point after the first step, which compiles and starts workers.
+        if measured is not None and self.run.logged_at("train/samples_per_second") > self._first_step + 1:
             return measured
         return (self.run.state.samples - self._first_samples) / max(now - self.started, 1e-9)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from sysconfig import get_path
 from traceback import extract_tb, format_exception, walk_tb
+from types import FrameType
 
 
 class UserError(ValueError):
@@ -59,14 +61,19 @@ def raising_module(error: BaseException) -> str:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback of an error from the first call of the user's code on; empty if there is no such call."""
     calls = error.__traceback__
-    while calls is not None and _is_ours(str(calls.tb_frame.f_globals.get("__name__"))):
+    while calls is not None and not _is_of_the_user(calls.tb_frame):
         calls = calls.tb_next
     return "" if calls is None else "".join(format_exception(type(error), error, calls))
 
 
-def _is_ours(module: str) -> bool:
+def _is_of_the_user(frame: FrameType) -> bool:
+    """Return True unless the frame is of trainkit, of Python or of an installed package."""
+    module, path = str(frame.f_globals.get("__name__")), frame.f_code.co_filename
     # Recipes are read, copied and changed: their lines are the user's.
-    return module.startswith("trainkit.") and not module.startswith("trainkit.recipes.")
+    if module.startswith("trainkit."):
+        return module.startswith("trainkit.recipes.")
+    is_installed = not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
+    return not (is_installed or path.startswith((get_path("stdlib"), "<frozen")))
 
 
 def nearest(name: object, valid: Iterable[str]) -> str:

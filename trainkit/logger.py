@@ -93,7 +93,7 @@ def kind_of_metric(name: str) -> str:
         return "memory"
     if base.startswith("learning_rate") or "/learning_rate" in name or "gradient" in name:
         return "optimization"
-    return "optimization" if base in ("grad_norm", "skipped_steps") else "learning"
+    return "optimization" if base in ("grad_norm", "loss_scale", "skipped_steps") else "learning"
 
 
 def hyperparameters(config: str) -> dict[str, HyperParameter]:

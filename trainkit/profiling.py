@@ -177,6 +177,10 @@ class PeakMemoryTracker:
         self._between = 0
         self._since_log = 0  # up to the last measurement
 
+    def restart(self) -> None:
+        """Forget what this process has used before the run."""
+        reset_peak(self._device)
+
     def measure(self) -> DeviceMemory:
         """Return the memory of the device, and begin a new peak for the next measurement."""
         measured = memory(self._device)

@@ -302,8 +302,9 @@ class Run:
             destination.write(metrics, step=self.state.step)
 
     def logged_at(self, name: str) -> int:
-        """Return the step at which a metric was logged last; 0 if it was not."""
-        return self._measured_at.get(name, 0)
+        """Return the step at which a metric was logged last; 0 if it was not, or only after a step rolled back to."""
+        step = self._measured_at.get(name, 0)
+        return step if step <= self.state.step else 0
 
     def log_last_losses(self) -> None:
         """Write the losses of this rank that no log point has seen, so that the curve of a failed run has its end.

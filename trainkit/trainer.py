@@ -95,7 +95,7 @@ class Trainer:
         max_duration: How long to train.
         evaluate_every: How often to validate. None: never.
         log_every: How often training metrics are reduced and written. `auto`: after the first step and every 50 steps,
-            in a run of fewer than 2500 steps so often that its curve has 50 points.
+            in a run of fewer than 2500 steps so often that its curve has about 50 points.
         seed: Seed of python, numpy, torch and the order of samples.
         precision: `fp32`, `bf16-mixed`, `fp16-mixed`, `bf16-true` or `fp64`.
         tf32: Allow TF32 matrix products on CUDA.

@@ -221,7 +221,7 @@ def test_an_exception_in_user_code_ends_with_its_own_lines_the_step_and_the_repo
     assert lines[2].strip() == "return batch.nothing_here"
     assert "trainkit/" not in said and said.count("AttributeError: ") == 1
     assert re.fullmatch(r"rank [01], before the first step, Broken.training_step", lines[-3])
-    assert lines[-2:] == ["report: run/report.html", "(from your code on; --debug shows all calls)"]
+    assert lines[-2:] == ["report: run/report.html", "(--debug shows all calls)"]
 
     argv[argv.index("run_dir=run")] = "run_dir=other"
     assert main([*argv, "--debug"]) == 1

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainkit import Duration, TrainState, UserError
-from trainkit.duration import Interval
+from trainkit.duration import Interval, log_interval
 
 
 @pytest.mark.parametrize(
@@ -134,3 +134,33 @@ def test_no_interval_is_never_due():
     interval = Interval(None)
     interval.start(TrainState())
     assert not interval.due(TrainState(step=10**9))
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "first_points"),
+    [
+        (1, [1]),
+        (60, [1, 2, 3]),
+        (200, [1, 4, 8]),
+        (2499, [1, 49, 98]),
+        (100_000, [1, 50, 100]),
+        (None, [1, 50, 100]),
+    ],
+)
+def test_short_runs_have_fifty_log_points_and_all_runs_one_after_the_first_step(max_steps, first_points):
+    interval, state = Interval(log_interval(max_steps), at_first=True), TrainState()
+    interval.start(state)
+    points = []
+    for _ in range(max_steps or 100):
+        state.advance(items=1, samples=1, ends_epoch=False)
+        if interval.due(state):
+            points.append(state.step)
+    assert points[:3] == first_points
+    assert max_steps is None or len(points) >= min(50, max_steps)
+
+
+def test_a_resumed_run_has_no_log_point_after_its_first_step():
+    interval, state = Interval(log_interval(None), at_first=True), TrainState(step=20)
+    interval.start(state)
+    state.advance(items=1, samples=1, ends_epoch=False)
+    assert not interval.due(state)

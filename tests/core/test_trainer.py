@@ -237,7 +237,14 @@ def test_a_mistake_in_validation_is_found_before_the_first_step(make_trainer):
 
 @pytest.mark.parametrize(
     ("log_every", "steps"),
-    [("1step", list(range(1, 11))), ("4step", [4, 8, 10]), ("1epoch", [5, 10]), ("16sample", [4, 9, 10]), ("1h", [10])],
+    [
+        ("auto", [*range(1, 11)]),
+        ("1step", [*range(1, 11)]),
+        ("4step", [4, 8, 10]),
+        ("1epoch", [5, 10]),
+        ("16sample", [4, 9, 10]),
+        ("1h", [10]),
+    ],
 )
 def test_training_metrics_are_written_as_often_as_asked_and_at_the_end(make_trainer, log_every, steps):
     logger = MemoryLogger()

@@ -51,19 +51,21 @@ def test_tensorboard_reads_every_scalar_under_its_name(tmp_path: Path, read: Rea
 def test_what_trainkit_measures_is_not_among_what_steps_return(tmp_path: Path, read: Read) -> None:
     logger = TensorBoardLogger()
     logger.open(tmp_path, step=0)
-    measured = ("samples_per_second", "data_wait_fraction", "epoch", "learning_rate", "grad_norm")
-    logger.write({f"train/{name}": 1.0 for name in ("loss", "accuracy", *measured, "generator/loss")}, step=1)
+    measured = ("samples_per_second", "data_wait_fraction", "epoch", "learning_rate.1", "g/learning_rate", "grad_norm")
+    returned = ("loss", "accuracy", "generator/loss", "gradient_penalty")
+    logger.write({f"train/{name}": 1.0 for name in (*returned, *measured)}, step=1)
     logger.write({"validation/loss": 1.0, "device/memory_mib": 1.0}, step=1)
     logger.close()
 
     assert sorted(read(tmp_path).Tags()["scalars"]) == [
         "device/memory_mib",
+        "optimizer/g/learning_rate",
         "optimizer/grad_norm",
-        "optimizer/learning_rate",
+        "optimizer/learning_rate.1",
         "speed/data_wait_fraction",
         "speed/epoch",
         "speed/samples_per_second",
-        *("train/accuracy", "train/generator/loss", "train/loss"),
+        *("train/accuracy", "train/generator/loss", "train/gradient_penalty", "train/loss"),
         "validation/loss",
     ]
 

@@ -1,11 +1,13 @@
 """The loss between log points, which a display reads without waiting."""
 
+import math
 import time
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from trainkit.callbacks import progress_bar
 from trainkit.strategies.single import SingleStrategy
 
 from tests.marks import on_gpu
@@ -46,13 +48,16 @@ def test_a_step_without_outputs_or_without_a_loss_changes_nothing(clock):
 def test_a_loss_on_a_gpu_is_read_once_its_copy_has_ended(clock):
     latest = LatestLoss()
     large = torch.full((2048, 2048), 2.0**-11, device="cuda")
-    for step in (1, 2):
+    for step in range(1, 5):
         loss = (large @ large).mean() * step
         latest.offer([StepOutput(loss, 4)], step)
-        assert latest.read() in (None, (step - 1, 2.0**-11 * (step - 1)), (step, 2.0**-11 * step))
-        torch.cuda.synchronize()
-        assert latest.read() == (step, 2.0**-11 * step)
+        seen = latest.read()
+        assert seen is None or seen[1] == 2.0**-11 * seen[0]
         clock[0] += 2 * SECONDS
+    torch.cuda.synchronize()
+    latest.offer([StepOutput(loss, 4)], 5)
+    step, value = latest.read()
+    assert value == 2.0**-11 * step
 
 
 def test_only_a_display_makes_the_loop_take_losses():
@@ -67,3 +72,23 @@ def test_only_a_display_makes_the_loop_take_losses():
     trainer = Trainer(SingleStrategy(device="cpu"), max_duration="2step", callbacks=callbacks, loggers=[], report=False)
     trainer.fit(task, data)
     assert asked == [None, None]
+
+
+def test_a_display_makes_the_loop_take_losses(monkeypatch):
+    class Ask(Callback):
+        def on_step_end(self, run):
+            asked.append(run.means.latest)
+
+        def on_fit_end(self, run):
+            asked.append(run.means.latest.read())
+
+    asked = []
+    monkeypatch.setattr(progress_bar, "on_terminal", lambda: True)
+    data = Data(train=TensorDataset(torch.ones(8, 1)), batch_size=4)
+    task = Fitting(nn.Linear(1, 1), lambda task: torch.optim.SGD(task.parameters(), lr=0.1))
+    callbacks = ["progress_bar", Ask()]
+    trainer = Trainer(SingleStrategy(device="cpu"), max_duration="2step", callbacks=callbacks, loggers=[], report=False)
+    trainer.fit(task, data)
+    first, second, (step, loss) = asked
+    assert isinstance(first, LatestLoss) and second is first
+    assert step in (1, 2) and math.isfinite(loss)

@@ -122,6 +122,23 @@ def test_the_losses_up_to_the_first_that_is_not_finite_are_in_the_report(log_eve
     assert note.endswith(f"\nreport: {tmp_path / 'run' / 'report.html'}")
 
 
+def test_the_losses_before_an_error_are_in_the_report_weighted_by_their_samples(tmp_path):
+    class Fails(Fitting):
+        def training_step(self, batch):
+            if 9 in batch[0]:
+                raise RuntimeError("a fault of the step")
+            return {"loss": super().training_step(batch) * 0 + batch[0].mean(), "weight": batch[0].sum()}
+
+    data = Data(train=TensorDataset(torch.arange(12.0)[:, None]), batch_size=3, shuffle=False)
+    settings = {"callbacks": [], "loggers": ["jsonl"], "run_dir": tmp_path / "run", "log_every": "2step"}
+    strategy = SingleStrategy(device="cpu", accumulate=3)
+    with pytest.raises(RuntimeError, match="a fault of the step"):
+        Trainer(strategy, max_duration="1epoch", **settings).fit(Fails(nn.Linear(1, 1), still), data)
+    curve = read_curves(tmp_path / "run")["train/loss"]
+    assert curve.steps == [2, 3]
+    assert curve.values == pytest.approx([(0 + 1 + 4 + 9 + 16 + 25) / 15, (36 + 49 + 64) / 21])
+
+
 def test_every_rank_names_the_rank_that_had_the_sample():
     reports = run_ranks(on_two_ranks, 2, 5)
     assert reports[0] == reports[1]

@@ -60,6 +60,11 @@ def test_runs_are_compared(two_runs, capsys):
     pictures = [json.loads(script) for script in page.scripts if script.startswith("{")]
     assert ["first", "second"] in [[series["name"] for series in picture["series"]] for picture in pictures]
     assert "validation/loss" in page.text
+    (two_runs.parent / "elsewhere" / "deep").mkdir(parents=True)
+    shutil.move(two_runs / "second", two_runs.parent / "elsewhere" / "deep" / "second")
+    assert main(["report", "runs/first", "elsewhere/deep/second"]) == 0
+    assert capsys.readouterr().out == "elsewhere/deep/comparison.html\n"
+    shutil.move(two_runs.parent / "elsewhere" / "deep" / "second", two_runs / "second")
     assert main(["report", "runs/first", "runs/second", "out=both.html"]) == 0
     assert os.path.exists("both.html")
 
@@ -80,8 +85,12 @@ def test_a_comparison_has_best_values_rates_of_the_whole_run_and_what_was_typed(
         replace(
             read_run(two_runs / name),
             summary={"steps": 8, "seconds": 2.0 * rate, "samples_per_second": 100.0 * rate, "metrics": {}},
-            config={"task": {"width": rate, "lr": 0.1}, "strategy": {"bucket_cap_mb": rate}},
-            config_diff=[ConfigChange("task.width", "3", str(rate))],
+            config={
+                "recipe": name,
+                "task": {"width": rate, "lr": 0.1},
+                "strategy": {"bucket_cap_mb": rate, "devices": 2 * rate},
+            },
+            config_diff=[ConfigChange("strategy", "single", "ddp"), ConfigChange("strategy.devices", "1", "2")],
             environment={"strategy": f"strategy of {rate}"},
             manifest=Manifest(
                 [
@@ -100,6 +109,8 @@ def test_a_comparison_has_best_values_rates_of_the_whole_run_and_what_was_typed(
         "samples per second, whole run 100 200 +100.0 %",
         "strategy strategy of 1 strategy of 2",
         "task.width 1 2",
+        "recipe first second",
+        "strategy.devices 2 4",
     ):
         assert row in page.text, row
     assert "bucket_cap_mb" not in page.text

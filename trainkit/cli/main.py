@@ -133,10 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if is_debugged:
             print_traceback(error, is_whole=True)
-        return _fail(_with_notes(error))
+        return _fail(with_notes(error))
     # The rank that failed has printed its traceback; one of this process would only hide it.
     except (RemoteRankError, RankExit) as error:
-        return _fail(_with_notes(error), code=1)
+        return _fail(with_notes(error), code=1)
     except KeyboardInterrupt:
         return _fail("interrupted", code=130)
     except BrokenPipeError:  # `trainkit recipes | head`
@@ -157,7 +157,7 @@ def print_traceback(error: BaseException, *, is_whole: bool = False) -> None:
     render: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
     shown = "" if is_whole else user_traceback(error) if render is None else "".join(render())
     if shown:
-        shown = f"{shown.rstrip()}\n(from your code on; --debug shows all calls)\n"
+        shown = f"{shown.rstrip()}\n(--debug shows all calls)\n"
     _print_error(shown or "".join(format_exception(error)))
 
 
@@ -201,7 +201,8 @@ def _print_error(text: str) -> None:
         print(text, end="", file=sys.stderr)
 
 
-def _with_notes(error: BaseException) -> str:
+def with_notes(error: BaseException) -> str:
+    """Return the message of an error with its notes below it."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 

@@ -45,9 +45,9 @@ def report(arguments: Arguments) -> int:
                 # Resolved, as links and `..` give one folder several paths.
                 if run.resolve() in [other.resolve() for other in runs[:index]]:
                     raise UserError(f"{run} is given twice; a comparison needs different runs.")
-            # Beside the runs: inside of one it would look as if it belonged to that.
-            beside = Path(os.path.commonpath([run.absolute().parent for run in runs]))
-            path = (beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside) / COMPARISON
+            # Not inside of a run, to which it would seem to belong; nor far above runs that have little in common.
+            common, beside = Path(os.path.commonpath([run.absolute().parent for run in runs])), runs[-1].parent
+            path = (beside.parent if common == beside.absolute().parent else beside) / COMPARISON
             page = comparison_report([read_run(run) for run in runs])
     # Its message is already complete, and it is a ValueError.
     except UserError:

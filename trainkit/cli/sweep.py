@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainkit.checkpoint.store import CHECKPOINTS, CheckpointStore
 from trainkit.cli.compose import ConfigComposer, Settings, compose_config, drop_unselected, resume_command, settings_of
-from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback
+from trainkit.cli.main import Arguments, make_working_folder_importable, print_table, print_traceback, with_notes
 from trainkit.cli.overrides import Overrides
 from trainkit.cli.run_commands import assemble, new_run_dir, recipe_diff, resume_hint
 from trainkit.cli.signatures import install_hint, is_installed
@@ -224,10 +224,10 @@ def _run_job(config: DictConfig) -> JobOutcome:
         outcome.exit_code, outcome.exit_reason, outcome.error = EXIT_CODES["SIGINT"], "SIGINT", "interrupted"
         raise SystemExit(outcome.exit_code) from None
     except UserError as error:
-        print(printable(f"error: {error}"), file=sys.stderr)
+        print(printable(f"error: {with_notes(error)}"), file=sys.stderr)
         outcome.exit_code, outcome.exit_reason, outcome.error = 2, "failed", str(error)
     except Exception as error:
-        print_traceback(error)
+        print_traceback(error, is_whole="--debug" in sys.argv)
         outcome.exit_code, outcome.exit_reason, outcome.error = 1, "failed", f"{type(error).__name__}: {error}"
     # On every path: the table is made from these files.
     finally:
@@ -292,4 +292,6 @@ def _result(outcome: JobOutcome, metric: str) -> str:
     if metric in shown:
         shown[metric] = outcome.value
     values = {key: "not finite" if value is None else f"{value:.6g}" for key, value in shown.items()}
+    if shown.get(metric) != outcome.metrics.get(metric):
+        values[metric] += " (kept)"
     return "  ".join(f"{key}={value}" for key, value in values.items())

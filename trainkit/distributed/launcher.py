@@ -302,13 +302,15 @@ def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], n
     if first.error is None:
         raise RankFailure(f"rank {first.rank} failed") from cause
     with suppress(AttributeError):  # IPython and the command line show this instead of the calls of this process
-        first.error._render_traceback_ = lambda: [_shown(first)]  # type: ignore[attr-defined]
+        known_notes = len(getattr(first.error, "__notes__", ()))
+        first.error._render_traceback_ = lambda: [_shown(first, known_notes)]  # type: ignore[attr-defined]
     raise first.error from cause
 
 
-def _shown(failure: Outcome) -> str:
-    # The notes of a run that has a folder, which are added later, name the rank and the step.
-    notes = getattr(failure.error, "__notes__", ())
+def _shown(failure: Outcome, known_notes: int) -> str:
+    """Return the traceback with the notes that came after those of the rank, which it has."""
+    # Those of a run that has a folder name the rank and the step.
+    notes = getattr(failure.error, "__notes__", [])[known_notes:]
     return "\n".join([f"{'' if notes else f'rank {failure.rank}: '}{failure.brief.rstrip()}", *notes])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.logger import Histogram, HyperParameter, Logger, check_inside_run_dir, kind_of_metric, truncate
+from trainkit.logger import Histogram, HyperParameter, Logger, check_inside_run_dir, truncate
 from trainkit.loggers.media import png
 from trainkit.model.graph import ModelGraph
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from torch import Tensor
 
+_OF_OPTIMIZERS = {"learning_rate", "grad_norm", "loss_scale", "skipped_steps"}
+_OF_SPEED = {"epoch", "samples_per_second", "steps_per_second", "data_wait_fraction", "flops_per_second", "mfu"}
 PREFIX = "events.out.tfevents."
 LONGEST_SETTING = 500
 """Characters of one cell in the table of hyperparameters."""
@@ -187,10 +189,10 @@ class EventFile:
 def _tag(name: str) -> str:
     """Return the tag of a metric: the group `train` has only what steps return."""
     stage, _, base = name.partition("/")
-    if stage != "train":
+    parts = {part.partition(".")[0] for part in base.split("/")}  # a phase, or a group of parameters, may be one
+    if stage != "train" or parts.isdisjoint(_OF_OPTIMIZERS | _OF_SPEED):
         return name
-    group = {"speed": "speed", "optimization": "optimizer", "": "speed"}.get(kind_of_metric(name), stage)
-    return f"{group}/{base}"
+    return f"{'speed' if parts & _OF_SPEED else 'optimizer'}/{base}"
 
 
 def _next_stamp(folder: Path) -> int:

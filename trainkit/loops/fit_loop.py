@@ -262,11 +262,10 @@ class FitLoop:
         bad = means.nonfinite_steps()
         with_buffers = self._evaluated_step != run.state.step  # an evaluation may count in buffers of this rank
         is_compared = at_end or self._replicas.is_due()
-        if is_compared:
-            self._check_parameters()  # first: the values of a new parameter may differ, but that is not what to mend
         checksum = self._replicas.sums(with_buffers=with_buffers) if is_compared else None
         reduced = means.reduce(run.strategy.comm, checksum=checksum)
-        self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers)
+        # The values of a new parameter may differ, but that is not what to mend.
+        self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers, before=self._check_parameters)
         self._state.warn_of_differences()
         if not reduced:
             return

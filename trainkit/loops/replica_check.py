@@ -98,9 +98,15 @@ class ReplicaCheck:
         # One checksum of all tensors, to travel with the metrics; the one that differs is looked up only if need be.
         return summands([tensors.values()])[0] if tensors else None
 
-    def check_sums(self, sums: Sequence[float] | None, *, with_buffers: bool) -> None:
-        """Raise UserError on every rank if the summands, added over ranks, show a difference; collective if they do."""
+    def check_sums(
+        self, sums: Sequence[float] | None, *, with_buffers: bool, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Raise UserError on every rank if the summands, added over ranks, show a difference; collective if they do.
+
+        `before` is called first then, and may raise a more helpful error.
+        """
         if sums is not None and not are_equal(sums, num_ranks=self._run.strategy.comm.world_size):
+            before()
             self._raise_difference(with_buffers=with_buffers)
 
     def check(self) -> None:

@@ -77,7 +77,7 @@ class FitResult:
         done = f"{self.steps:,} steps, {number(round(self.epochs, 2))} epochs, {self.samples:,} samples"
         rate = f"{clock(self.seconds)}, {number(round(self.samples_per_second, 1))} samples/s"
         rows = [[name, number(value)] for name, value in sorted(self.metrics.items())]
-        folder = None if self.run_dir is None else element("p", f"run folder: {self.run_dir} (see report.html)")
+        folder = None if self.run_dir is None else element("p", f"run folder: {self.run_dir}")
         return join_html(element("p", f"{self.exit_reason}: {done}, {rate}"), table(["metric", "last"], rows), folder)
 
 
@@ -107,11 +107,11 @@ def fit_on_rank(
             # The record first: a callback may hang, and the ranks of a failed run are ended within seconds.
             record_failure(run, error)
             run.report_exception(error)
+            _write_summary(run, _result_of(run, seconds, samples), status="failed")
             # A device that failed may never answer; after a loss that is not finite training has just waited for it.
             if isinstance(error, NonFiniteLoss) or not has_streams(strategy.device):
-                with suppress(Exception):
+                with suppress(Exception):  # the error that ends the run is the one to see
                     run.log_last_losses()
-            _write_summary(run, _result_of(run, seconds, samples), status="failed")
             raise
         result = _result_of(run, seconds, samples)
         _write_summary(run, result, status="stopped" if result.exit_reason in EXIT_CODES else "finished")

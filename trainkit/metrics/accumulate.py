@@ -20,6 +20,7 @@ from trainkit.metrics.sync import MetricShard, compute_synced, metrics_in, reset
 
 _FOLD_AT = 512
 """Outputs that are kept one by one before they are summed up, which bounds memory."""
+_NEAR = 8  # outputs with whose losses that of a small micro-batch is compared
 _COMPARED = 64
 """Outputs whose losses are compared with their numbers of samples, unless there are more since the last log."""
 _CHECKSUM = "checksum of replicas"
@@ -33,6 +34,8 @@ class _Losses(NamedTuple):
 
     values: Tensor
     """Shape (outputs,), on the device."""
+    weights: Tensor
+    """Shape (outputs,)."""
     steps: list[int]
     sizes: list[float]
     """The samples of each; fewer numbers if the task gives weights."""
@@ -135,11 +138,13 @@ class WeightedMeans:
         Waits for the device.
         """
         self._fold()
-        by_step: dict[int, list[float]] = {}
+        sums: dict[int, list[float]] = {}  # step -> weighted sum, sum of weights
         for losses in self._losses:
-            for step, loss in zip(losses.steps, losses.values.tolist(), strict=True):
-                by_step.setdefault(step, []).append(loss)
-        return {step: sum(losses) / len(losses) for step, losses in by_step.items()}
+            for step, loss, weight in zip(losses.steps, losses.values.tolist(), losses.weights.tolist(), strict=True):
+                of_step = sums.setdefault(step, [0.0, 0.0])
+                of_step[0] += loss * weight
+                of_step[1] += weight
+        return {step: total / weight if weight else math.nan for step, (total, weight) in sums.items()}
 
     def _fold(self) -> None:
         """Sum up the outputs that are kept one by one."""
@@ -169,7 +174,7 @@ class WeightedMeans:
             if name == "loss":
                 of_loss = [step for step, output in zip(steps, outputs, strict=True) if output.loss is not None]
                 sizes = [float(o.weight) for o in outputs if o.loss is not None and not o.own_weight]
-                self._losses.append(_Losses(stacked, of_loss, sizes))
+                self._losses.append(_Losses(stacked, weight, of_loss, sizes))
 
 
 class MetricAccumulator:
@@ -233,11 +238,16 @@ def _grow_with_samples(compared: Sequence[_Losses]) -> bool:
     if not sizes or min(sizes) > _FEW * largest or sum(len(losses.steps) for losses in compared) != len(sizes):
         return False
     values = torch.cat([losses.values for losses in compared]).tolist()
-    full = [value for value, size in zip(values, sizes, strict=True) if size == largest][-8:]  # the nearest in time
-    few = [(value, size) for value, size in zip(values, sizes, strict=True) if 0 < size <= _FEW * largest]
-    mean = sum(full) / len(full)
+    ratios = []
+    for index, (value, size) in enumerate(zip(values, sizes, strict=True)):
+        if 0 < size <= _FEW * largest:
+            # Those before it, as losses change in training; of an interval that begins with it those after.
+            near = range(max(0, index - _NEAR), min(len(sizes), max(index, _NEAR) + 1))
+            full = [values[other] for other in near if sizes[other] == largest]
+            mean = sum(full) / len(full) if full else 0.0
+            ratios.append(value / mean * largest / size if mean > 0 else math.nan)
     # A mean does not depend on the number of samples; a sum is smaller in proportion, give or take a third.
-    return bool(few) and mean > 0 and all(0.75 < value / mean * largest / size < 1.33 for value, size in few)
+    return bool(ratios) and all(0.75 < ratio < 1.33 for ratio in ratios)
 
 
 def _numbers(name: str, computed: Any) -> dict[str, float]:

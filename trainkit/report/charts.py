@@ -206,7 +206,9 @@ def _centred(name: str, curve: Curve) -> Curve:
     if not name.startswith("train/") or kind_of_metric(name) != "learning":
         return curve
     # Else training would seem to be behind validation, by half a log interval.
-    starts = [0.0, *curve.steps[:-1]]
+    first, second = (*curve.steps[:2], 2 * curve.steps[0])[:2]
+    # A run that was resumed in a new folder begins later than at 0.
+    starts = [0 if first <= second - first else first, *curve.steps[:-1]]
     return Curve([(start + step + 1) // 2 for start, step in zip(starts, curve.steps, strict=True)], curve.values)
 
 

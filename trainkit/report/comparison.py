@@ -60,9 +60,11 @@ def short_names(records: Sequence[RunData]) -> list[str]:
 def _result(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
     """Return the best value of what each run monitors, the last values of what its steps return, and their curves."""
     rows: list[Sequence[Content]] = [_row("steps", _of_summaries(records, "steps"))]
-    for metric, mode in dict.fromkeys(r.manifest.monitor for r in records if r.manifest and r.manifest.monitor):
-        best = [None if r.best is None else r.best.metrics.get(metric) for r in records]
-        rows.append(_row(f"best {metric}", best, mode))
+    monitors = [None if record.manifest is None else record.manifest.monitor for record in records]
+    for monitor in dict.fromkeys(filter(None, monitors)):
+        best = [record.best if own == monitor else None for record, own in zip(records, monitors, strict=True)]
+        values = [None if entry is None else entry.metrics.get(monitor.metric) for entry in best]
+        rows.append(_row(f"best {monitor.metric}", values, monitor.mode))
     rows += _last_values(records, kinds=("learning", "optimization"))
     return join_html(table(["last values", *names], rows, numbers=True), _curves(records, names, kinds=("learning",)))
 
@@ -128,11 +130,10 @@ def _differences(records: Sequence[RunData], names: Sequence[str]) -> Section | 
     if not all(record.config for record in records):
         return None
     rows = differing_keys([record.config for record in records])
-    diffs = [record.config_diff for record in records]
-    if all(diff is not None for diff in diffs):
-        # What was typed: another strategy brings keys of its own, which nobody has set.
-        changed = {change.key for diff in diffs for change in diff or ()}
-        rows = [row for row in rows if changed & {row[0].rsplit(".", n)[0] for n in range(row[0].count(".") + 1)}]
+    if all(record.config_diff is not None for record in records):
+        # Another strategy brings keys of its own: of these only what somebody has set.
+        typed = {change.key for record in records for change in record.config_diff or ()}
+        rows = [(key, values) for key, values in rows if not key.startswith("strategy.") or key in typed]
     layouts = [str(record.environment.get("strategy", "")) for record in records]
     if len(set(layouts)) > 1:
         rows.insert(0, ("strategy", layouts))

@@ -113,7 +113,10 @@ def _learning(record: RunData) -> Section | None:
     ]
     final = element("details", element("summary", "last values"), table(["metric", "last"], rows))
     grid = element("div", *charts, class_="charts")
-    note = "A value of training is the mean since the log point before, and is drawn at the middle of these steps."
+    note = (
+        "A value of training is the mean since the log point before, and is drawn at the middle of these steps. In a "
+        "failed run the losses of rank 0 since the last log point follow, step by step."
+    )
     content = join_html(grid, element("p", note, class_="muted"), final if rows else None)
     return Section("learning", "Learning curves", content)
 
@@ -305,7 +308,8 @@ def reported(
         if is_run(folder):
             cause = _write_or_warn(folder, config_diff)
             # Shown below the traceback.
-            error.add_note("\n".join([*([] if cause is None else [_where(cause)]), f"report: {folder / REPORT}"]))
+            position = [] if cause is None or cause.process is None else [_where(cause)]
+            error.add_note("\n".join([*position, f"report: {folder / REPORT}"]))
         raise
     if is_main() and folder.is_dir():
         _write_or_warn(folder, config_diff)

@@ -155,7 +155,7 @@ def _table(sweep: Sweep) -> SafeHtml:
         error = "finished" if job.error is None else "failed: " + job.error.partition("\n")[0]
         rows.append([name, *values, *measured, *([error] if any_failed else [])])
     best = 0 if metrics and len(jobs) > 1 and jobs[0].error is None else None
-    titles = [f"best {name}" if name == sweep.metric else name for name in metrics]
+    titles = [f"{name} (kept)" if name == sweep.metric else name for name in metrics]
     return table(["job", *varied, *titles, "time", *(["status"] if any_failed else [])], rows, best=best)
 
 

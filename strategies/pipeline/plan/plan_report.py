@@ -147,7 +147,10 @@ def write_plan(plan: PlanReport, folder: Path) -> None:
     """Write `partition.txt` and `partition.json` to the run folder."""
     # Optional: a full disk must not end a run that needs no table.
     write_optional(folder / "partition.txt", f"{plan}\n\n{draw_stages(plan)}\n")
-    write_optional(folder / "partition.json", json.dumps(asdict(plan), indent=2) + "\n")
+    content = asdict(plan)
+    for row, rank in zip(content["memory"], plan.memory, strict=True):
+        row["peak"] = rank.peak
+    write_optional(folder / "partition.json", json.dumps(content, indent=2) + "\n")
 
 
 class StepTimelines:
