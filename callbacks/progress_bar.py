@@ -146,7 +146,8 @@ class ProgressBar(Callback):
         if self._display is None:
             say("  ".join([progress.step(), f"epoch {progress.epoch()}", *values, elapsed]))
         else:
-            self._display.say([f"epoch {progress.epoch()}", f"step {state.step:,}", *loss, *values], last=elapsed)
+            epoch, step = f"epoch {progress.epoch()}", f"step {state.step:,}"
+            self._display.say([[epoch, step, *loss, *values], [epoch, *loss, *values], [epoch, *values]], last=elapsed)
 
     def _metric_table(self, metrics: Mapping[str, float], *, since: str, draws_curves: bool) -> Table:
         table = Table("Metrics", ["metric", "last"])
@@ -320,8 +321,9 @@ class LiveProgress:
         self._shown.callback(display.stop)
         self._shown.enter_context(_log_to_current_stderr(streams))
 
-    def say(self, items: Sequence[str], *, last: str) -> None:
-        """Write the items that fit into a line, and `last` in any case, above the display."""
+    def say(self, lines: Sequence[Sequence[str]], *, last: str) -> None:
+        """Write above the display the first of the lines that fits with `last`, or what fits of the last one."""
+        items = next((line for line in lines if len("  ".join([*line, last])) <= self._width()), lines[-1])
         say(fitting([*items, last], self._width(), keep=last))
 
     def stop(self) -> None:
@@ -345,10 +347,10 @@ class NotebookProgress:
         self._write()
         self._thread.start()
 
-    def say(self, items: Sequence[str], *, last: str) -> None:
-        """Write a line above that of the display."""
+    def say(self, lines: Sequence[Sequence[str]], *, last: str) -> None:
+        """Write the first of the lines, and `last`, above that of the display."""
         with self._writing:
-            print("\r" + printable("  ".join([*items, last])).ljust(len(self._line)), flush=True)
+            print("\r" + printable("  ".join([*lines[0], last])).ljust(len(self._line)), flush=True)
             self._line = ""
         self._write()
 

@@ -231,6 +231,27 @@ def test_between_log_points_the_display_shows_the_latest_loss(logged_at: int, sh
     assert logged_at == 41 or items[0] == "loss 0.5"
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (120, "epoch 2/6  step 46  loss 0.1586  validation/loss 0.1262 *  validation/accuracy 0.96 *  0:02"),
+        (88, "epoch 2/6  loss 0.1586  validation/loss 0.1262 *  validation/accuracy 0.96 *  0:02"),
+        (80, "epoch 2/6  validation/loss 0.1262 *  validation/accuracy 0.96 *  0:02"),
+        (60, "epoch 2/6  validation/loss 0.1262 *  0:02"),
+    ],
+)
+def test_the_line_of_an_evaluation_keeps_its_metrics_where_the_terminal_is_narrow(
+    width: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = LiveProgress.__new__(LiveProgress)
+    display._width = lambda: width
+    epoch, values = "epoch 2/6", ["validation/loss 0.1262 *", "validation/accuracy 0.96 *"]
+    lines = [[epoch, "step 46", "loss 0.1586", *values], [epoch, "loss 0.1586", *values], [epoch, *values]]
+
+    display.say(lines, last="0:02")
+    assert capsys.readouterr().out == f"{shown}\n"
+
+
 @pytest.mark.parametrize("width", [20, 80, 120])
 def test_a_line_has_room_for_what_must_be_kept(width: int) -> None:
     items = ["epoch 1/2", *(f"metric_{i} {i}" for i in range(40)), "0:05"]

@@ -66,7 +66,7 @@ def _result(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
         values = [None if entry is None else entry.metrics.get(monitor.metric) for entry in best]
         rows.append(_row(f"best {monitor.metric}", values, monitor.mode))
     rows += _last_values(records, kinds=("learning", "optimization"))
-    return join_html(table(["last values", *names], rows, numbers=True), _curves(records, names, kinds=("learning",)))
+    return join_html(table(["metric", *names], rows, numbers=True), _curves(records, names, kinds=("learning",)))
 
 
 def _speed(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
