@@ -265,7 +265,7 @@ class FitLoop:
         checksum = self._replicas.sums(with_buffers=with_buffers) if is_compared else None
         reduced = means.reduce(run.strategy.comm, checksum=checksum)
         # The values of a new parameter may differ, but that is not what to mend.
-        self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers, before=self._check_parameters)
+        self._replicas.check_sums(means.checksum_sums, with_buffers=with_buffers, first_check=self._check_parameters)
         self._state.warn_of_differences()
         if not reduced:
             return

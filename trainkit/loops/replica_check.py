@@ -99,14 +99,14 @@ class ReplicaCheck:
         return summands([tensors.values()])[0] if tensors else None
 
     def check_sums(
-        self, sums: Sequence[float] | None, *, with_buffers: bool, before: Callable[[], None] = lambda: None
+        self, sums: Sequence[float] | None, *, with_buffers: bool, first_check: Callable[[], None] = lambda: None
     ) -> None:
         """Raise UserError on every rank if the summands, added over ranks, show a difference; collective if they do.
 
-        `before` is called first then, and may raise a more helpful error.
+        `first_check` is called first then, and may raise a more helpful error.
         """
         if sums is not None and not are_equal(sums, num_ranks=self._run.strategy.comm.world_size):
-            before()
+            first_check()
             self._raise_difference(with_buffers=with_buffers)
 
     def check(self) -> None:

@@ -62,7 +62,9 @@ def _result(records: Sequence[RunData], names: Sequence[str]) -> SafeHtml:
     rows: list[Sequence[Content]] = [_row("steps", _of_summaries(records, "steps"))]
     monitors = [None if record.manifest is None else record.manifest.monitor for record in records]
     for monitor in dict.fromkeys(filter(None, monitors)):
-        best = [record.best if own == monitor else None for record, own in zip(records, monitors, strict=True)]
+        best = [
+            record.best if monitored == monitor else None for record, monitored in zip(records, monitors, strict=True)
+        ]
         values = [None if entry is None else entry.metrics.get(monitor.metric) for entry in best]
         rows.append(_row(f"best {monitor.metric}", values, monitor.mode))
     rows += _last_values(records, kinds=("learning", "optimization"))

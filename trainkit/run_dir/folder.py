@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import UninitializedParameter
 
+from trainkit import registry
 from trainkit.devices import has_streams, name_of, toolkit_versions
 from trainkit.errors import UserError
 from trainkit.files import disk_error_text, reason, write_optional, write_text
@@ -192,7 +193,7 @@ def _environment(run: Run) -> dict[str, Any]:
         "task": f"{type(task).__module__}.{type(task).__qualname__}",
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "strategy": type(strategy).__name__,
+        "strategy": registry.name_of("strategy", strategy),
         "processes": strategy.comm.num_processes,
         "plan": None if run.plan is None else str(run.plan),
         "max_steps": run.max_steps,
