@@ -211,19 +211,24 @@ def _environment(record: RunData) -> Section | None:
     commit = f"{git['commit'][:12]}{', with uncommitted changes' if git.get('dirty') else ''}" if git else ""
     versions = ", ".join(f"{name} {version}" for name, version in (facts.get("versions") or {}).items())
     plan = facts.get("plan") or "pre-batched dataset"
+    threads = _counted(facts.get("threads"), "thread", "s")
     items: list[tuple[str, SafeHtml | str | None]] = [
         ("command", element("code", facts["command"]) if facts.get("command") else None),
         ("task", f"{facts.get('task')}, {number(facts.get('parameters', 0))} parameters"),
-        ("layout", f"{facts.get('strategy')}, {facts.get('processes')} process(es): {plan}"),
+        ("layout", f"{facts.get('strategy')}, {_counted(facts.get('processes'), 'process', 'es')}: {plan}"),
         ("device", str(facts.get("device", ""))),
         ("precision", str(facts.get("precision", ""))),
         ("seed", str(facts.get("seed", ""))),
         ("resumed from", str(facts.get("resumed_from") or "")),
         ("git", commit),
         ("versions", versions),
-        ("system", f"{facts.get('system')}, {facts.get('cpus')} CPUs, {facts.get('threads')} thread(s) a process"),
+        ("system", f"{facts.get('system')}, {facts.get('cpus')} CPUs, {threads} a process"),
     ]
     return Section("environment", "Environment", element("div", pairs(items), class_="card"))
+
+
+def _counted(count: object, noun: str, plural: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def _files(record: RunData) -> Section | None:
