@@ -630,7 +630,7 @@ def test_values_logged_before_the_optimizer_steps_are_means_over_steps(modules, 
             self.log("train_norm", self.norms[-1])
 
     module = seeded(Norms)
-    metrics = fit(LightningTask(module), data_of(module), tmp_path=tmp_path, epochs=1).metrics
+    metrics = fit(LightningTask(module), data_of(module), tmp_path=tmp_path, epochs=1, log_every="1epoch").metrics
     assert metrics["train/norm"] == pytest.approx(float(torch.stack(module.norms).mean()))
 
 
