@@ -298,7 +298,8 @@ def waits_and_refusals(folder: str) -> tuple[list[str], list[str]]:
         setattr(Tensor, name, watched(name, original))
     try:
         data = Data(train=samples(), batch_size=12)
-        train(DDPStrategy(device="cpu"), task, data, max_duration="4step", run_dir=f"{folder}/w")
+        between_log_points = {"max_duration": "4step", "log_every": "4step"}
+        train(DDPStrategy(device="cpu"), task, data, run_dir=f"{folder}/w", **between_log_points)
     finally:
         for name, original in originals.items():
             setattr(Tensor, name, original)
