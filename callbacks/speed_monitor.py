@@ -36,7 +36,7 @@ class SpeedMonitor(Callback):
     Args:
         step_times: Write the seconds of each part of a step (data, copy to the device, forward, backward, exposed
             communication, optimizer, rest) and the memory in use to `step_times.jsonl` at each log point, for the
-            report.
+            report, with those of each callback's hooks.
         log_step_times: Log them too, as `time/data` and so on, in milliseconds per step.
         log_hours: Log `time/hours` and `time/evaluation_hours`, including those before a resume, and print them at the
             end.
@@ -120,6 +120,7 @@ class SpeedMonitor(Callback):
 
     def _start_interval(self, run: Run, now: float) -> None:
         self._start, self._evaluation_seconds = now, 0.0
+        run.callback_seconds.clear()
         self._step, self._samples = run.state.step, run.state.samples
         self._waited = 0.0 if run.loader is None else run.loader.seconds_waited
 
@@ -148,6 +149,7 @@ class SpeedMonitor(Callback):
             "step": run.state.step,
             "steps": steps,
             "seconds": {part: round(value, 7) for part, value in parts.items()},
+            "callbacks": {name: round(value, 7) for name, value in run.callback_seconds.items() if name},
             "memory": {},
         }
         resident = resident_bytes()

@@ -82,20 +82,6 @@ def truncate(text: str, limit: int) -> str:
     return text[: max(0, limit - len(note))] + note[:limit]
 
 
-def kind_of_metric(name: str) -> str:
-    """Return what a metric is about: `learning`, `optimization`, `speed`, `memory`, or none (empty)."""
-    base = name.rpartition("/")[2]
-    if name == "train/epoch":
-        return ""
-    if base.endswith(("_per_second", "_wait_fraction")) or base == "mfu" or name.startswith("time/"):
-        return "speed"
-    if "memory" in name or base.endswith(("_bytes", "_mib", "_gib", "_mb", "_gb")):
-        return "memory"
-    if base.startswith("learning_rate") or "/learning_rate" in name or "gradient" in name:
-        return "optimization"
-    return "optimization" if base in ("grad_norm", "loss_scale", "skipped_steps") else "learning"
-
-
 def hyperparameters(config: str) -> dict[str, HyperParameter]:
     """Return the leaves of a YAML text by their dotted names (`trainer.seed`), without those that are `null`."""
     import yaml

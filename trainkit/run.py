@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from signal import Signals
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -212,11 +214,13 @@ class Run:
             self.loggers = [SafeLogger(destination) for destination in self.loggers]
         self.loaders: list[BatchLoader] = []  # of evaluations
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
-        self._hooks: dict[str, list[Callable[..., None]]] = {}
+        self._hooks: dict[str, list[tuple[str, Callable[..., None]]]] = {}  # hook -> callbacks' classes and methods
+        self.callback_seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds that the hooks of each class of callbacks took on this rank's host, since they were cleared."""
         for callback in self.callbacks:
             # Resolved once: a hook that no callback overrides then costs one dictionary look-up in each step.
             for name, hook in callback.overridden_hooks().items():
-                self._hooks.setdefault(name, []).append(hook)
+                self._hooks.setdefault(name, []).append((type(callback).__name__, hook))
         # True at first: a hook may have requested a stop before the ranks agree for the first time.
         self.may_be_stopped = True
         """True if a hook was called that may have requested a stop, since ranks agreed on it last."""
@@ -240,16 +244,18 @@ class Run:
 
     def emit(self, hook: str, *arguments: Any) -> None:
         """Call the callbacks' methods for a hook."""
-        for method in self._hooks.get(hook, ()):
+        for callback, method in self._hooks.get(hook, ()):
+            began = perf_counter()
             method(self, *arguments)
+            self.callback_seconds[callback] += perf_counter() - began
 
     def follow_stopping_hooks(self) -> None:
         """Set `may_be_stopped` after each hook that may request a stop on any rank; collective."""
-        stopping = {name for name, hooks in self._hooks.items() if _may_stop(name, hooks)}
+        stopping = {name for name, hooks in self._hooks.items() if _may_stop(name, [hook for _, hook in hooks])}
         # Callbacks may differ by rank. Without the union, a rank whose hooks never stop would skip the collective of
         # `should_stop_now`, and the others would wait for it forever.
         for name in set().union(*self.strategy.comm.all_gather_object(stopping)):
-            self._hooks.setdefault(name, []).append(_note_stop)
+            self._hooks.setdefault(name, []).append(("", _note_stop))
 
     def whole_task(self) -> AbstractContextManager[TaskModule]:
         """Return a context in which `run.task` has all values of its parameters and buffers, on every rank; collective.
@@ -346,7 +352,7 @@ class Run:
     def report_exception(self, error: BaseException) -> None:
         """Call `on_exception` of the callbacks, logging what they raise themselves; not collective."""
         self.stop_reason = f"{type(error).__name__}: {error}"
-        for method in self._hooks.get("on_exception", ()):
+        for _, method in self._hooks.get("on_exception", ()):
             try:
                 method(self, error)
             # Only logged: the exception that ends the run is the one that the user must see.

@@ -71,7 +71,7 @@ def test_waiting_for_more_than_a_fifth_of_the_time_is_warned_about_once(
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     loader = SimpleNamespace(seconds_waited=0.0, stage_data=SimpleNamespace(num_workers=0))
-    run: Any = SimpleNamespace(loader=loader, state=SimpleNamespace(step=0, samples=0))
+    run: Any = SimpleNamespace(loader=loader, state=SimpleNamespace(step=0, samples=0), callback_seconds={})
     callback = SpeedMonitor(step_times=False)
     callback.on_fit_start(run)
     warned_at = []

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from dataclasses import asdict
 
 import pytest
@@ -16,7 +17,38 @@ from trainkit.cli.main import main
 from trainkit.errors import Stopped
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
 from trainkit.report.run_report import reported, write_report
+from trainkit.report.step_breakdown import breakdown
 from trainkit.run_dir.failure import FailureRecord
+
+
+class SlowHook(Callback):
+    def on_step_end(self, run):
+        time.sleep(0.005)
+
+
+class QuickHook(Callback):
+    def on_step_end(self, run):
+        pass
+
+
+def test_a_callback_above_a_hundredth_of_the_time_is_named(tmp_path):
+    trainer = Trainer(
+        max_duration="20step",
+        log_every="5step",
+        run_dir=tmp_path / "run",
+        callbacks=["speed_monitor", SlowHook(), QuickHook()],
+    )
+    trainer.fit(Regression(), Data(train=regression_data(32), batch_size=8))
+    page = Page.of(tmp_path / "run" / "report.html")
+    assert "of it SlowHook" in page.text
+    assert "of it QuickHook" not in page.text
+
+
+def test_callbacks_take_no_more_of_a_step_than_is_left_beside_its_parts():
+    """The host runs a callback while the device computes: that time is no part of the step twice."""
+    line = {"step": 10, "steps": 10, "seconds": {"forward": 0.8, "rest": 0.2}, "callbacks": {"Slow": 0.3, "Also": 0.1}}
+    page = Page(str(breakdown([line])))
+    assert "of it Slow 15 ms 15.0 %" in page.text and "of it Also 5 ms 5.0 %" in page.text
 
 
 def test_a_finished_run_has_curves_checkpoints_settings_and_environment(finished_run):

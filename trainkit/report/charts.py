@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainkit.console import seconds, size
-from trainkit.logger import kind_of_metric
 from trainkit.profiling import KINDS, Timeline, TimelineSpan
 from trainkit.report.html import (
     SafeHtml,
@@ -199,6 +198,20 @@ def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, .
                     series.append(Series(label, _centred(name, curves[name]), colour))
         charts.append(chart(base, series, from_zero=kind_of_metric(members[0]) == "memory"))
     return charts[:MOST_CHARTS]
+
+
+def kind_of_metric(name: str) -> str:
+    """Return what a metric is about: `learning`, `optimization`, `speed`, `memory`, or none (empty)."""
+    base = name.rpartition("/")[2]
+    if name == "train/epoch":
+        return ""
+    if base.endswith(("_per_second", "_wait_fraction")) or base == "mfu" or name.startswith("time/"):
+        return "speed"
+    if "memory" in name or base.endswith(("_bytes", "_mib", "_gib", "_mb", "_gb")):
+        return "memory"
+    if base.startswith("learning_rate") or "/learning_rate" in name or "gradient" in name:
+        return "optimization"
+    return "optimization" if base in ("grad_norm", "loss_scale", "skipped_steps") else "learning"
 
 
 def _centred(name: str, curve: Curve) -> Curve:

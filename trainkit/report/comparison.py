@@ -10,8 +10,7 @@ from pathlib import Path
 
 from trainkit.console import seconds
 from trainkit.errors import UserError
-from trainkit.logger import kind_of_metric
-from trainkit.report.charts import curve_charts
+from trainkit.report.charts import curve_charts, kind_of_metric
 from trainkit.report.config_diff import differing_keys
 from trainkit.report.html import Content, SafeHtml, Section, element, join_html, number, page, table
 from trainkit.report.record import RunData

@@ -13,8 +13,7 @@ from urllib.parse import quote
 from trainkit.console import seconds, size
 from trainkit.errors import Stopped
 from trainkit.files import open_new
-from trainkit.logger import kind_of_metric
-from trainkit.report.charts import chart, curve_charts, timeline_chart
+from trainkit.report.charts import chart, curve_charts, kind_of_metric, timeline_chart
 from trainkit.report.config_diff import ConfigChange, write_config_diff
 from trainkit.report.html import (
     SafeHtml,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ PARTS = {
 }
 _SKIPPED = 1  # log points at the start: kernels are chosen and workers started then
 _LETTER_SHARE = 0.08
+_CALLBACK_SHARE = 0.01  # of the steps' time, above which a callback is named
 _MIB = 1024 * 1024
 
 
@@ -71,8 +73,22 @@ def breakdown(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
     for part, value in totals.items():
         name = join_html(element("i", class_=f"swatch {PARTS[part].bar}"), PARTS[part].label)
         rows.append([name, seconds(value / steps), share(shares[part])])
+    # They are the last part: what the slowest callbacks took of it comes below.
+    for callback, value in _callback_seconds(counted, totals.get("rest", 0.0)):
+        if value >= _CALLBACK_SHARE * total:
+            rows.append([f"of it {callback}", seconds(value / steps), share(value / total)])
     rows.append([SafeHtml("<b>a step</b>"), seconds(total / steps), ""])
     return join_html(element("div", *bar, class_="stack"), table(["part of a step", "time", "share"], rows))
+
+
+def _callback_seconds(step_times: Sequence[Mapping[str, Any]], most: float) -> list[tuple[str, float]]:
+    """Return the seconds of each callback, slowest first, which add up to `most` at most."""
+    totals: Counter[str] = Counter()
+    for line in step_times:
+        totals.update(line.get("callbacks", {}))
+    # A clock of the host measured them: what a device or other ranks were busy beside is no time of the step.
+    scale = min(1.0, most / totals.total()) if totals.total() else 0.0
+    return [(name, value * scale) for name, value in totals.most_common()]
 
 
 def waiting_chart(step_times: Sequence[Mapping[str, Any]]) -> SafeHtml | None:
