@@ -22,7 +22,11 @@ from rich.text import Text
 
 COLUMNS, ROWS = 92, 32
 COMMAND = "trainkit fit recipe=digits"
-OVERRIDES = ["trainer.max_duration=6epoch", "trainer.log_every=5step", "data.evaluation_batch_size=1"]
+OVERRIDES = [
+    "trainer.max_duration=6epoch",
+    "trainer.log_every=5step",
+    "data.evaluation_batch_size=1",
+]
 MOMENT = ("epoch 3/6", "validation  ━")
 
 
@@ -45,7 +49,13 @@ def screen_at_the_moment(folder: Path) -> list[Text]:
     near, far = pty.openpty()
     fcntl.ioctl(far, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-m", *COMMAND.split(), *OVERRIDES, "run_dir=runs/digits/first"],
+        [
+            sys.executable,
+            "-m",
+            *COMMAND.split(),
+            *OVERRIDES,
+            "run_dir=runs/digits/first",
+        ],
         stdin=far,
         stdout=far,
         stderr=far,

@@ -27,20 +27,44 @@ SHOWN = {
 
 def main(folder: Path) -> None:
     """Write the pictures beside this file."""
-    plt.rcParams |= {"svg.hashsalt": "trainkit", "svg.fonttype": "none", "font.size": 8}
+    plt.rcParams |= {
+        "svg.hashsalt": "trainkit",
+        "svg.fonttype": "none",
+        "font.size": 8,
+    }
     for name, (metric, title) in SHOWN.items():
-        rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+        ]
         points = [(row["step"], row[metric]) for row in rows if metric in row]
-        figure, panel = plt.subplots(figsize=(4, 1.9), layout="constrained", facecolor="white")
-        panel.plot(*zip(*points, strict=True), color="#2b6cb0", linewidth=1.5, marker=".", markersize=4)
+        figure, panel = plt.subplots(
+            figsize=(4, 1.9), layout="constrained", facecolor="white"
+        )
+        panel.plot(
+            *zip(*points, strict=True),
+            color="#2b6cb0",
+            linewidth=1.5,
+            marker=".",
+            markersize=4,
+        )
         step, value = points[-1]
-        panel.annotate(f"{value:.3g}", (step, value), (3, 0), textcoords="offset points", va="center", color="#2b6cb0")
+        panel.annotate(
+            f"{value:.3g}",
+            (step, value),
+            (3, 0),
+            textcoords="offset points",
+            va="center",
+            color="#2b6cb0",
+        )
         panel.set_xlabel("steps")
         panel.set_title(title, fontsize=8, loc="left")
         panel.set_xlim(0, step * 1.08)
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-        figure.savefig(Path(__file__).with_name(f"recipe_{name}.svg"), metadata={"Date": None})
+        figure.savefig(
+            Path(__file__).with_name(f"recipe_{name}.svg"), metadata={"Date": None}
+        )
         plt.close(figure)
 
 

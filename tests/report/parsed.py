@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-_VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
+_VOID = frozenset({"meta", "link", "br", "hr", "img", "input", "wbr"})
 
 
 class Page(HTMLParser):

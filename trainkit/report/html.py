@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from importlib import resources
+from itertools import chain
 
 from trainkit import __version__
 
@@ -89,7 +90,10 @@ def figures(items: Sequence[tuple[str, str, str]]) -> SafeHtml | None:
 def kpi_tile(name: str, value: str, note: str = "") -> SafeHtml:
     """Return a tile with one figure."""
     shown = element("dd", value, element("small", note) if note else None, class_="long" if len(value) > 16 else None)
-    return element("div", element("dt", name), shown, class_="tile")
+    # Between the parts of a name first: in a narrow tile it would break inside of a word.
+    first, *parts = name.split("/")
+    breakable = join_html(first, *chain.from_iterable(("/", SafeHtml("<wbr>"), part) for part in parts))
+    return element("div", element("dt", breakable), shown, class_="tile")
 
 
 def _is_number(cell: Content) -> bool:
