@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -118,6 +119,10 @@ def _header(run: Run) -> list[tuple[str, str]]:
     scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.reference_batch_size)
     if scaled is not None:
         rows.append(("lr scaling", scaled))
+    # Not `recipe=`: it is what the others change.
+    changes = [text for text in run.overrides if not text.startswith("recipe=")]
+    if changes:
+        rows.append(("changed", shlex.join(changes)))
     if run.resumed_from is not None:
         rows.append(("resumed", f"from {run.resumed_from} at step {run.state.step:,}"))
     return rows

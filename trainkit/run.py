@@ -180,6 +180,8 @@ class Run:
     plan: BatchPlan | None = None
     reference_batch_size: ReferenceBatchSize | None = None
     """The global batch that the learning rate was chosen for, if it is known."""
+    overrides: Sequence[str] = ()
+    """The settings that were typed on a command line."""
     phase_optimizers: Sequence[PhaseOptimizer] = ()
     """One, or one for each phase of the task; none outside of training."""
     means: WeightedMeans | None = None

@@ -77,6 +77,8 @@ class Launch:
     """True if the end of a fit prints the run folder, which is else logged if it has a report."""
     reference_batch_size: ReferenceBatchSize | None = None
     """The global batch that the learning rate was chosen for, such as that of a recipe."""
+    overrides: Sequence[str] = ()
+    """The settings that were typed."""
     resume_command: Callable[[Path | str], str] = _resume_call
     """Returns what to type to resume the run in a folder or URL."""
     config_diff: Callable[[], Sequence[ConfigChange] | None] = lambda: None
@@ -278,6 +280,7 @@ class Trainer:
                 checkpoint=checkpoint,
                 run_dir=run_dir,
                 reference=self.launch.reference_batch_size,
+                overrides=self.launch.overrides,
             )
             copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
             # The report is written before the copying ends, so that it is copied too.

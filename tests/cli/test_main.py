@@ -155,7 +155,10 @@ def test_a_run_writes_its_config_summary_and_checkpoints_into_its_folder(capsys,
     names = {path.name for path in run.iterdir()}
     assert {"config.yaml", "summary.json", "metrics.jsonl", "tensorboard", "checkpoints"} <= names
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
-    assert f"run folder: {run.relative_to(tmp_path)}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"run folder: {run.relative_to(tmp_path)}" in shown
+    typed = "data.num_train=64 data.batch_size=16 task.width=8 trainer.log_every=2step"
+    assert f"changed      {typed} trainer.report=false trainer.max_duration=1epoch\n" in shown
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # nothing of Hydra's
 
 

@@ -197,6 +197,7 @@ def _train(
     run.trainer.launch = Launch(
         prints_run_dir=True,
         reference_batch_size=reference,
+        overrides=arguments.overrides,
         resume_command=partial(resume_command, tree=settings.tree),
         # A function: the recipe is composed again only if a report asks for the differences.
         config_diff=partial(recipe_diff, settings, arguments.config_dirs),

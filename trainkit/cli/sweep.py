@@ -247,6 +247,7 @@ def _train(config: DictConfig, run_dir: Path, outcome: JobOutcome) -> None:
         raise
     run.trainer.launch = Launch(
         prints_run_dir=False,
+        overrides=[text.removeprefix("++") for text in HydraConfig.get().overrides.task],
         resume_command=partial(resume_command, tree=settings.tree),
         config_diff=partial(recipe_diff, settings),
     )

@@ -90,10 +90,11 @@ def fit_on_rank(
     checkpoint: Path | None,
     run_dir: Path | None,
     reference: ReferenceBatchSize | None,
+    overrides: Sequence[str],
 ) -> FitResult:
     """Train `task` on this rank's samples and return the result; collective."""
     with run_on_rank(strategy, config, task, data, run_dir) as run:
-        run.reference_batch_size = reference
+        run.reference_batch_size, run.overrides = reference, overrides
         seconds, samples = 0.0, 0
         try:
             # Under torchrun each rank has chosen a checkpoint; rank 0 decides.
