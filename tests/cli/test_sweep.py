@@ -46,7 +46,8 @@ def test_two_jobs_leave_two_run_folders_and_a_table(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "sweep of 2 jobs in runs/digits_mlp/" in shown
     assert "1  task.lr=0.2  validation/loss=" in shown
-    assert ["task.lr=0.1" in line.split() for line in shown.splitlines() if line.startswith("changed ")] == [True, False]
+    changed = [line.split() for line in shown.splitlines() if line.startswith("changed ")]
+    assert ["task.lr=0.1" in typed for typed in changed] == [True, False]
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
