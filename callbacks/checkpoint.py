@@ -276,7 +276,8 @@ class Checkpoint(Callback):
             steps = max(1, math.ceil(self.retry_every.value * max(step, 1) / elapsed)) if elapsed > 0 else 1
             # The clocks of ranks differ, and the next try is collective.
             self._retry_step = step + run.strategy.comm.broadcast_object(steps)
-            when = f"after step {self._retry_step}"
+            is_past_end = run.max_steps is not None and self._retry_step > run.max_steps and self.save_at_end
+            when = "at the end of training" if is_past_end else f"after step {self._retry_step}"
         if run.is_main:
             logger.warning(
                 "%s Training continues, and saving is tried again %s; %d more failures in a row end the run "

@@ -119,8 +119,8 @@ def _header(run: Run) -> list[tuple[str, str]]:
     scaled = None if run.plan is None else linear_scaling(run.plan.batch_size, rates, run.reference_batch_size)
     if scaled is not None:
         rows.append(("lr scaling", scaled))
-    # Not `recipe=`: it is what the others change.
-    changes = [text for text in run.overrides if not text.startswith("recipe=")]
+    # The recipe is what the others change, and the folder stands above.
+    changes = [text for text in run.overrides if not text.startswith(("recipe=", "run_dir="))]
     if changes:
         rows.append(("changed", shlex.join(changes)))
     if run.resumed_from is not None:

@@ -95,6 +95,15 @@ class ProgressBar(Callback):
             self._say_evaluation(self._progress, metrics)
 
     def on_fit_end(self, run: Run) -> None:
+        self._show_outcome(run, run.stop_reason or "finished", is_sound=run.stopped_by is None)
+
+    def on_exception(self, run: Run, error: BaseException) -> None:
+        # All steps may be done: what they came to, and which checkpoints are intact, is worth more than ever.
+        if isinstance(error, CheckpointError) and run.state.step > 0:
+            self._show_outcome(run, "not saved", is_sound=False)
+
+    def _show_outcome(self, run: Run, outcome: str, *, is_sound: bool) -> None:
+        """Print how far training came, in place of the display, with tables of metrics and checkpoints."""
         if self._progress is None:
             return
         draws_curves = self._display is not None
@@ -106,9 +115,11 @@ class ProgressBar(Callback):
             done.append(f"{number(round(state.samples / state.seconds, 1))} samples/s")
         if has_streams(run.strategy.device):
             done.append(f"peak memory {size(run.peak_memory.of_run())}")
-        finished = f"{run.stop_reason or 'finished'}: {', '.join(done)}"
-        is_sound = all(math.isfinite(value) for name, value in state.metrics.items() if name.endswith("loss"))
-        say(f"✓ {finished}" if draws_curves and is_sound and run.stopped_by is None else finished)
+        finished = f"{outcome}: {', '.join(done)}"
+        is_sound = is_sound and all(
+            math.isfinite(value) for name, value in state.metrics.items() if name.endswith("loss")
+        )
+        say(f"✓ {finished}" if draws_curves and is_sound else finished)
         if state.metrics:
             since = "" if run.resumed_from is None else " since the resume"
             show(self._metric_table(state.metrics, since=since, draws_curves=draws_curves))

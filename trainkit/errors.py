@@ -6,15 +6,21 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from sysconfig import get_path
-from traceback import extract_tb, format_exception, walk_tb
+from traceback import StackSummary, extract_tb, format_exception, format_exception_only, walk_tb
 from types import FrameType
 
 
 class UserError(ValueError):
     """A user's mistake; the message names what, where, the nearest valid name and what to type.
 
-    The command line prints the message without a traceback and ends with exit code 2.
+    The command line prints the message without a traceback and ends with exit code 2. A notebook shows the user's own
+    calls before it.
     """
+
+    def _render_traceback_(self) -> list[str]:  # which IPython calls
+        calls = (call for call in walk_tb(self.__traceback__) if _is_of_the_user(call[0]))
+        lines = ["Traceback (most recent call last):\n", *StackSummary.extract(calls).format()]
+        return "".join([*lines, *format_exception_only(self)]).splitlines()
 
 
 class NonFiniteLoss(UserError):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.callbacks.progress_bar import ProgressBar
 from trainkit.strategies.ddp import DDPStrategy
 
 from tests.tasks import Regression, regression_data
@@ -78,6 +79,16 @@ def test_a_failure_at_the_end_is_raised(
     assert saved(tmp_path / "run") == [16]
 
 
+def test_after_a_failure_at_the_end_metrics_and_checkpoints_are_shown(
+    fit: Fit, scripted: Any, full_disk: set[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_disk |= {20}
+    with pytest.raises(CheckpointError, match="No space left"):
+        fit(scripted(), Checkpoint(every="4step"), ProgressBar())
+    shown = capsys.readouterr().out
+    assert "not saved: 20 steps" in shown and "train/loss" in shown and "step_00000016" in shown
+
+
 def test_without_retries_the_first_failure_ends_the_run(fit: Fit, scripted: Any, full_disk: set[int]) -> None:
     full_disk |= {4}
     with pytest.raises(CheckpointError, match="No space left"):
@@ -85,11 +96,12 @@ def test_without_retries_the_first_failure_ends_the_run(fit: Fit, scripted: Any,
 
 
 def test_the_wait_is_converted_to_steps_at_the_pace_so_far(
-    fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path
+    fit: Fit, scripted: Any, full_disk: set[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     full_disk |= {4}
     fit(scripted(), Checkpoint(every="4step", save_last_k=None, retry_every="1h"))
     assert saved(tmp_path / "run") == [20]  # the hour is not over, but training is
+    assert "saving is tried again at the end of training" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ CELLS = {
         float((tasks[0].net.weight - tasks[1].net.weight).abs()) < 1e-9
     """,
     "result": 'fit("single", Line(), max_duration="1epoch")',
+    "mistake": "mistaken = dict(lodgers=[])\nTrainer(max_duration='1step', **mistaken)",
     "failure": 'fit(ranks(), Fails(), max_duration="3epoch")',
     "interrupt": 'fit(ranks(), Line(), max_duration=LONG, run_dir="run", callbacks=[Checkpoint(), Interrupt()])',
     "interrupt without checkpoints": "fit(ranks(), Line(), max_duration=LONG, callbacks=[Interrupt()])",
@@ -86,6 +87,10 @@ def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path, monkeypatch):
     assert (results["fit"], results["resume"]) == (["True"], ["4"])
     (table,) = [output.data["text/html"] for output in outputs["result"] if "data" in output]
     assert "reached max_duration=1epoch: 4 steps, 1 epochs, 32 samples" in table and "train/loss" in table
+    (mistake,) = errors["mistake"]
+    title, place, line, message = mistake
+    assert title.startswith("Traceback") and "line 2" in place and line.strip().startswith("Trainer(")
+    assert "Did you mean 'loggers'?" in message
     ((failure,),) = errors["failure"]
     title, line, message, where, report = failure.splitlines()
     assert title.startswith("Traceback") and "Fails" not in line and message == "ValueError: a fault of the step"

@@ -1,11 +1,13 @@
 """The content of a run's report; it has no external resources and escapes names."""
 
+import errno
 import json
 import re
 import shutil
 import subprocess
 import time
 from dataclasses import asdict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from trainkit import Callback, Data, Trainer
 from trainkit.cli.main import main
 from trainkit.errors import Stopped
 from trainkit.profiling import Timeline, TimelineFigure, TimelineSpan, Track
+from trainkit.report import run_report
 from trainkit.report.run_report import reported, write_report
 from trainkit.report.step_breakdown import breakdown
 from trainkit.run_dir.failure import FailureRecord
@@ -118,6 +121,16 @@ def test_a_report_has_no_external_resources(finished_run, failed_run, long_run):
         assert "url(" not in (folder / "report.html").read_text()
         policy = [a["content"] for a in page.attributes("meta") if a.get("http-equiv") == "Content-Security-Policy"]
         assert policy[0].startswith("default-src 'none'")
+
+
+def test_a_report_that_could_not_be_written_is_not_named(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(run_report, "write_page", Mock(side_effect=full))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
+    with pytest.raises(ZeroDivisionError) as failure, reported(tmp_path / "run", is_main=bool, config_diff=list):
+        raise ZeroDivisionError
+    assert "report:" not in "".join(getattr(failure.value, "__notes__", ()))
 
 
 def test_markup_in_names_is_escaped(finished_run, failed_run):

@@ -310,10 +310,13 @@ def reported(
         if folder.is_dir() and not isinstance(error, Stopped):
             record_failure_of_caller(folder, error)
         if is_run(folder):
-            cause = _write_or_warn(folder, config_diff)
+            record = _write_or_warn(folder, config_diff)
+            cause = None if record is None else record.cause
             # Shown below the traceback.
             position = [] if cause is None or cause.process is None else [_where(cause)]
-            error.add_note("\n".join([*position, f"report: {folder / REPORT}"]))
+            place = [] if record is None else [f"report: {folder / REPORT}"]
+            if position or place:
+                error.add_note("\n".join([*position, *place]))
         raise
     if is_main() and folder.is_dir():
         _write_or_warn(folder, config_diff)
@@ -341,15 +344,15 @@ def write_page(text: str, path: Path) -> Path:
     return path
 
 
-def _write_or_warn(folder: Path, config_diff: Callable[[], Sequence[ConfigChange] | None]) -> FailureRecord | None:
-    """Write the report and return the failure that it shows first."""
+def _write_or_warn(folder: Path, config_diff: Callable[[], Sequence[ConfigChange] | None]) -> RunData | None:
+    """Write the report and return what it shows; `None` if it could not be written."""
     try:
         changes = config_diff()
         if changes is not None:
             write_config_diff(folder, changes)
         record = read_run(folder)
         _write(record)
-        return record.cause
+        return record
     # The run has ended, and must not fail because of its report.
     except Exception as error:
         logger.warning("the report of %s could not be written: %s: %s", folder, type(error).__name__, error)
