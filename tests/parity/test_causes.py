@@ -205,6 +205,6 @@ def test_a_tolerance_below_rounding_is_told_with_one_that_is_not():
 
 def test_the_page_shows_what_is_printed(capsys):
     page = (Path(__file__).parents[2] / "docs/parity.md").read_text(encoding="utf-8")
-    command = next(line for line in page.splitlines() if line.startswith("trainkit parity recipe=image"))
+    command = page[page.index("trainkit parity recipe=image") :].partition("```")[0].replace("\\\n", " ")
     assert main([*shlex.split(command)[1:], "steps=1", "data.num_workers=0", "data.batch_size=4"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] in page.splitlines()
