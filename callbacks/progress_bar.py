@@ -100,7 +100,7 @@ class ProgressBar(Callback):
     def on_exception(self, run: Run, error: BaseException) -> None:
         # All steps may be done: what they came to, and which checkpoints are intact, is worth more than ever.
         if isinstance(error, CheckpointError) and run.state.step > 0:
-            self._show_outcome(run, "not saved", is_sound=False)
+            self._show_outcome(run, "ended by an error", is_sound=False)
 
     def _show_outcome(self, run: Run, outcome: str, *, is_sound: bool) -> None:
         """Print how far training came, in place of the display, with tables of metrics and checkpoints."""

@@ -163,9 +163,9 @@ class MultiProcessStrategy(Strategy):
                 "on this machine."
             )
         if local_ranks * per_rank > num_devices and not may_share and (per_rank > 1 or not _is_joining()):
-            share = f" with {per_rank} devices each" * (per_rank > 1)
+            layout = f"devices={local_ranks}" + f" with {per_rank} devices each" * (per_rank > 1)
             raise UserError(
-                f"devices={local_ranks}{share}, but torch sees {num_devices} {kind.upper()} "
+                f"{layout}, but torch sees {num_devices} {kind.upper()} "
                 f"device{'s' * (num_devices != 1)}; set strategy.devices={max(num_devices // per_rank, 1)}, or "
                 "strategy.device=cpu."
             )

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from trainkit.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
+# Hooks whose time is that of an evaluation, which is no part of a step, or counts already in the hook that saves.
+_OUTSIDE_OF_STEPS = ("on_evaluation_start", "on_dataset_end", "on_evaluation_end", "on_save")
 # Packages whose callbacks request a stop before the first step or in `on_evaluation_end` only: their other hooks need
 # no agreement of ranks.
 _NEVER_STOP = ("trainkit.callbacks.", "trainkit.integrations.")
@@ -218,11 +220,12 @@ class Run:
         self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
         self._hooks: dict[str, list[tuple[str, Callable[..., None]]]] = {}  # hook -> callbacks' classes and methods
         self.callback_seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds that the hooks of each class of callbacks took on this rank's host, since they were cleared."""
+        """Seconds that the hooks of each class of callbacks took beside the steps, since they were cleared."""
         for callback in self.callbacks:
             # Resolved once: a hook that no callback overrides then costs one dictionary look-up in each step.
             for name, hook in callback.overridden_hooks().items():
-                self._hooks.setdefault(name, []).append((type(callback).__name__, hook))
+                counted = "" if name in _OUTSIDE_OF_STEPS else type(callback).__name__
+                self._hooks.setdefault(name, []).append((counted, hook))
         # True at first: a hook may have requested a stop before the ranks agree for the first time.
         self.may_be_stopped = True
         """True if a hook was called that may have requested a stop, since ranks agreed on it last."""

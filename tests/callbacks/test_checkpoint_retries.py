@@ -86,7 +86,7 @@ def test_after_a_failure_at_the_end_metrics_and_checkpoints_are_shown(
     with pytest.raises(CheckpointError, match="No space left"):
         fit(scripted(), Checkpoint(every="4step"), ProgressBar())
     shown = capsys.readouterr().out
-    assert "not saved: 20 steps" in shown and "train/loss" in shown and "step_00000016" in shown
+    assert "ended by an error: 20 steps" in shown and "train/loss" in shown and "step_00000016" in shown
 
 
 def test_without_retries_the_first_failure_ends_the_run(fit: Fit, scripted: Any, full_disk: set[int]) -> None:

@@ -88,8 +88,8 @@ def test_a_notebook_trains_its_own_classes_on_ranks(tmp_path, monkeypatch):
     (table,) = [output.data["text/html"] for output in outputs["result"] if "data" in output]
     assert "reached max_duration=1epoch: 4 steps, 1 epochs, 32 samples" in table and "train/loss" in table
     (mistake,) = errors["mistake"]
-    title, place, line, message = mistake
-    assert title.startswith("Traceback") and "line 2" in place and line.strip().startswith("Trainer(")
+    title, position, line, message = mistake
+    assert title.startswith("Traceback") and "line 2" in position and line.strip().startswith("Trainer(")
     assert "Did you mean 'loggers'?" in message
     ((failure,),) = errors["failure"]
     title, line, message, where, report = failure.splitlines()

@@ -29,9 +29,9 @@ class SlowHook(Callback):
         time.sleep(0.005)
 
 
-class QuickHook(Callback):
-    def on_step_end(self, run):
-        pass
+class SlowEvaluation(Callback):
+    def on_evaluation_end(self, run, stage, metrics):
+        time.sleep(0.05)
 
 
 def test_a_callback_above_a_hundredth_of_the_time_is_named(tmp_path):
@@ -39,18 +39,19 @@ def test_a_callback_above_a_hundredth_of_the_time_is_named(tmp_path):
         max_duration="20step",
         log_every="5step",
         run_dir=tmp_path / "run",
-        callbacks=["speed_monitor", SlowHook(), QuickHook()],
+        callbacks=["speed_monitor", SlowHook(), SlowEvaluation()],
     )
-    trainer.fit(Regression(), Data(train=regression_data(32), batch_size=8))
+    trainer.fit(Regression(), Data(train=regression_data(32), validation=regression_data(8, seed=1), batch_size=8))
     page = Page.of(tmp_path / "run" / "report.html")
     assert "of it SlowHook" in page.text
-    assert "of it QuickHook" not in page.text
+    assert "of it SlowEvaluation" not in page.text
 
 
 def test_callbacks_take_no_more_of_a_step_than_is_left_beside_its_parts():
     """The host runs a callback while the device computes: that time is no part of the step twice."""
     line = {"step": 10, "steps": 10, "seconds": {"forward": 0.8, "rest": 0.2}, "callbacks": {"Slow": 0.3, "Also": 0.1}}
     page = Page(str(breakdown([line])))
+    assert "Quick" not in Page(str(breakdown([{**line, "callbacks": {"Quick": 0.009}}]))).text
     assert "of it Slow 15 ms 15.0 %" in page.text and "of it Also 5 ms 5.0 %" in page.text
 
 

@@ -311,12 +311,11 @@ def reported(
             record_failure_of_caller(folder, error)
         if is_run(folder):
             record = _write_or_warn(folder, config_diff)
-            cause = None if record is None else record.cause
-            # Shown below the traceback.
-            position = [] if cause is None or cause.process is None else [_where(cause)]
-            place = [] if record is None else [f"report: {folder / REPORT}"]
-            if position or place:
-                error.add_note("\n".join([*position, *place]))
+            if record is not None:
+                cause = record.cause
+                # Shown below the traceback.
+                position = [] if cause is None or cause.process is None else [_where(cause)]
+                error.add_note("\n".join([*position, f"report: {folder / REPORT}"]))
         raise
     if is_main() and folder.is_dir():
         _write_or_warn(folder, config_diff)
