@@ -43,7 +43,7 @@ test-oldest: RELEASE := torch==2.8.* transformers==4.57.* lightning==2.5.*
 test-newest: RELEASE := torch transformers lightning
 test-oldest test-newest: ## the default tests with the oldest, or newest, torch and bridges, in .venv-oldest or .venv-newest: 6 GB each
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -vE '^(torch|transformers|lightning|pytorch-lightning|huggingface_hub|tokenizers)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -vE '^(torch|transformers|lightning|pytorch-lightning|huggingface_hub|tokenizers|datasets|fsspec|s3fs)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --upgrade pip 'setuptools>=77'
 	PYTHONWARNINGS=ignore $(OTHER)/bin/pip install --quiet --upgrade --no-build-isolation -c $(OTHER)/constraints.txt $(RELEASE) -e '.[dev]'
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)

@@ -47,7 +47,7 @@ class ModelSummary(Callback):
     def on_fit_start(self, run: Run) -> None:
         if self.costs:
             check_whole_parameters(run.strategy, "model_summary with costs=true")
-        if run.is_main:
+        if run.is_main and not run.strategy.attempt:  # the former ranks have said it
             say("\n".join(f"{name:<13}{value}" for name, value in _header(run)))
             show(summary(run.task, max_rows=self.max_rows, depth=self.depth, cost=self._cost(run)))
 

@@ -43,6 +43,7 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast,
 from trainkit.distributed.failure_store import RankWatchdog
 from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
 from trainkit.distributed.rank_log import log_copied
+from trainkit.distributed.rank_loss import OnRankLoss, Recovery
 from trainkit.distributed.rendezvous import fresh_store, store_of_environment, variables_of_task
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_training_output
@@ -50,7 +51,7 @@ from trainkit.optim.precision import Precision
 from trainkit.profiling import NO_COMMUNICATION, Overlap
 from trainkit.run_dir.failure import phase_in
 from trainkit.settings import check_arguments, check_choice
-from trainkit.strategy import Strategy
+from trainkit.strategy import Strategy, has_full_gradients
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors, to_device
 
@@ -84,12 +85,17 @@ class MultiProcessStrategy(Strategy):
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
         launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
+        on_rank_loss: After the death of a rank that the local launcher has started: `stop` ends the run, `replace`
+            starts as many ranks again, `continue` as many as have survived.
+        max_rank_losses: Losses in a row without a new step, after which the run ends.
         process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
     """
 
     collectives: ClassVar[type[ProcessGroupCollectives]] = ProcessGroupCollectives
     """The class of `comm`."""
+    is_replicated: ClassVar[bool] = False
+    """True if every rank trains a copy of the whole task."""
 
     devices: int | str = "auto"
     device: InitVar[str] = "auto"  # the attribute is the device itself
@@ -99,6 +105,8 @@ class MultiProcessStrategy(Strategy):
     timeout_seconds: Annotated[float, Gt(0), Unit("seconds")] = 1800.0
     backend: str = "auto"
     launcher: str = "local"
+    on_rank_loss: OnRankLoss = "stop"
+    max_rank_losses: Annotated[int, Ge(1)] = 3
     process_group: dist.ProcessGroup | None = None
 
     comm: ProcessGroupCollectives = field(init=False)  # from `setup` on
@@ -115,7 +123,17 @@ class MultiProcessStrategy(Strategy):
                 "the ranks passed to torch.distributed.new_group can train in it."
             )
         check_choice("launcher", self.launcher, ("local", "ray"))
+        if self.on_rank_loss != "stop" and self.launcher == "ray":
+            raise UserError(
+                f"on_rank_loss={self.on_rank_loss} is for ranks of the local launcher: launcher=ray starts lost ranks "
+                "again from the last checkpoint anyway. Set strategy.on_rank_loss=stop."
+            )
         check_arguments(type(self), vars(self))
+        if self.on_rank_loss == "continue" and self.keeps_num_ranks:
+            raise UserError(
+                f"{type(self).__name__} divides the task over all of its ranks, so that fewer cannot go on. Set "
+                "strategy.on_rank_loss=replace."
+            )
         super().__init__(device=device, accumulate=self.accumulate, micro_batch_size=micro_batch_size)
         self._environment: RankEnvironment | None = None  # of a rank that was started here
         self._while_joined: ExitStack | None = None  # closed at the end of a run whose ranks torchrun started
@@ -169,6 +187,12 @@ class MultiProcessStrategy(Strategy):
                 f"device{'s' * (num_devices != 1)}; set strategy.devices={max(num_devices // per_rank, 1)}, or "
                 "strategy.device=cpu."
             )
+        if self.on_rank_loss != "stop" and _is_joining():
+            raise UserError(
+                f"on_rank_loss={self.on_rank_loss} is for ranks that trainkit starts, and these were started by "
+                "torchrun or srun, which end the others too. Set strategy.on_rank_loss=stop, and let torchrun start "
+                "them again: torchrun --max-restarts=3 ... resume=auto."
+            )
         if self.backend != "auto" and not dist.is_backend_available(self.backend):
             raise UserError(f"backend={self.backend!r} is not part of this torch build; set strategy.backend=auto.")
         return kind
@@ -186,6 +210,17 @@ class MultiProcessStrategy(Strategy):
         if device.type == "cpu":
             return 2
         return max(count(device.type) // self._devices_per_rank(), 1) if device.index is None else 1
+
+    @property
+    def keeps_num_ranks(self) -> bool:
+        """True if the task cannot be trained on fewer ranks."""
+        return False
+
+    @property
+    def hands_over(self) -> bool:
+        # A collective of NCCL that waits for a dead rank does not return.
+        on_gloo = self.backend == "gloo" or (self.backend == "auto" and self._device_kind() == "cpu")
+        return self.is_replicated and on_gloo and has_full_gradients(self)
 
     def _devices_per_rank(self) -> int:
         return 1
@@ -207,6 +242,14 @@ class MultiProcessStrategy(Strategy):
             on_gpus = self._device_kind() != "cpu"
             environment = environment_of_caller(self.log_dir)
             launch = partial(launch_on_ray, environment=environment, on_gpus=on_gpus, saved_step=self._saved_step)
+        elif self.on_rank_loss != "stop":
+            recovery = Recovery(
+                keeps_ranks=self.on_rank_loss == "replace",
+                hands_over=self.hands_over,
+                max_losses=self.max_rank_losses,
+                saved_step=self._saved_step,
+            )
+            launch = partial(launch, recovery=recovery)
         run = partial(self._run_or_publish, run)
         return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
 
@@ -225,7 +268,7 @@ class MultiProcessStrategy(Strategy):
 
     def _enter(self, environment: RankEnvironment) -> None:
         """Become the rank of the environment; called first in a started process."""
-        self._environment, self.attempt = environment, environment.attempt
+        self._environment, self.attempt, self.handover = environment, environment.attempt, environment.handover
 
     def _run_or_publish(self, run: Callable[[], T]) -> T:
         """Run; publish an error for the ranks that wait for this one."""
@@ -266,6 +309,7 @@ class MultiProcessStrategy(Strategy):
             self.comm.consensus.any_rank = self._stop_flag.any_rank  # cheaper than a collective
         store = self.comm.failure_store
         if store is not None:
+            store.asks_who_is_silent = self.handover is None
             self._watchdog = RankWatchdog(store, step=lambda: max(self._steps - 1, 0), describe=phase_in)
 
     def _own_device(self) -> torch.device:

@@ -43,6 +43,10 @@ _OUTSIDE_OF_STEPS = ("on_evaluation_start", "on_dataset_end", "on_evaluation_end
 _NEVER_STOP = ("trainkit.callbacks.", "trainkit.integrations.")
 
 
+PendingHook = tuple[str, tuple[Any, ...], int]
+"""The name of a hook, its arguments, and the number of the callback to begin with."""
+
+
 class RunCallback(Protocol):
     """A callback, as far as a run is concerned."""
 
@@ -122,6 +126,9 @@ class RunCheckpoints(Protocol):
 
         Called before the first step: optimizers have no state yet, and `on_save` is not called.
         """
+
+    def payload(self) -> dict[str, Any]:
+        """Return what a checkpoint of the present state holds, complete on the main rank; collective."""
 
     def restore(self, payload: dict[str, Any], *, where: str, is_new: bool = False) -> None:
         """Restore the run, which `is_new` unless it is rolled back, from a checkpoint of any strategy; collective.
@@ -203,6 +210,14 @@ class Run:
     """Step of the checkpoint that was restored last, by a resume or a rollback."""
     carried_state: Sequence[str] = ()
     """The attributes and buffers in which steps leave state for the next one, and which no checkpoint has."""
+    undo_step: Callable[[], bool] | None = None
+    """Takes a broken step back, and returns True if the state is that of a step; `None` if it cannot be handed over."""
+    pending_hooks: Sequence[PendingHook] = ()
+    """The hooks that are still to be called for the last step."""
+    interrupted_hook: PendingHook | None = None
+    """The hook that the error of this rank has ended."""
+    handed_over: bool = False
+    """True until the first step after the state of a surviving rank was restored."""
     weights_are_finite: Callable[[], bool] = lambda: True
     """Returns True if the weights may be saved; collective."""
     folder_lock: ExitStack | None = None
@@ -247,12 +262,19 @@ class Run:
         """True on the rank that writes files and reports to the user."""
         return self.strategy.comm.is_main
 
-    def emit(self, hook: str, *arguments: Any) -> None:
-        """Call the callbacks' methods for a hook."""
-        for callback, method in self._hooks.get(hook, ()):
-            began = perf_counter()
-            method(self, *arguments)
-            self.callback_seconds[callback] += perf_counter() - began
+    def emit(self, hook: str, *arguments: Any, start: int = 0) -> None:
+        """Call the callbacks' methods for a hook, from the callback `start` on."""
+        number = start
+        try:
+            for callback, method in self._hooks.get(hook, ())[start:]:
+                began = perf_counter()
+                method(self, *arguments)
+                self.callback_seconds[callback] += perf_counter() - began
+                number += 1
+        except BaseException:
+            # The outermost one counts, which raises last: it calls those inside of it again.
+            self.interrupted_hook = (hook, arguments, number)
+            raise
 
     def follow_stopping_hooks(self) -> None:
         """Set `may_be_stopped` after each hook that may request a stop on any rank; collective."""

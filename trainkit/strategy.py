@@ -34,6 +34,7 @@ from trainkit.tree import to_device
 
 if TYPE_CHECKING:
     from trainkit.data.data import StageData
+    from trainkit.distributed.rank_loss import Handover
     from trainkit.profiling import Overlap
 
 T = TypeVar("T")
@@ -59,6 +60,10 @@ class Strategy:
 
     attempt: int = 0
     """Number of times that the ranks of this run were lost and started again."""
+    handover: Handover | None = None
+    """What the ranks of this run go on from, and where they leave it; `None` if the loss of a rank ends the run."""
+    hands_over: bool = False
+    """True if each rank has the whole state of the run, which changes in the update only."""
     supports_module_hooks: bool = True
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
     supports_manual_backward: bool = False
@@ -233,7 +238,8 @@ class Strategy:
         shard_size = -(-batch_size // world_size)  # the largest of all ranks
         if self.accumulate is not None:
             error = split_error(batch_size, accumulate=self.accumulate, world_size=world_size)
-            if even and error is not None:
+            # The ranks that remain after a loss take what there is.
+            if even and error is not None and not self.attempt:
                 raise UserError(error)
             size = -(-shard_size // self.accumulate)
         else:

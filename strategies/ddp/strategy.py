@@ -69,6 +69,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     """
 
     supports_auto_micro_batch = True
+    is_replicated = True
 
     bucket_cap_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
     find_unused_parameters: Unused = "auto"
@@ -130,6 +131,10 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"{type(task).__name__}.place_on(self, devices), or set strategy.devices_per_rank=1."
             )
         return super().validate(task, precision)
+
+    @property
+    def hands_over(self) -> bool:
+        return super().hands_over and self._hook is None  # a hook's state changes while gradients are sent
 
     def _devices_per_rank(self) -> int:
         return self.devices_per_rank

@@ -111,6 +111,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     # ---- Before and after training
 
+    @property
+    def keeps_num_ranks(self) -> bool:
+        # Of fewer ranks there may be no groups of the same size.
+        return self.replicate > 1 or not isinstance(self.reshard_after_forward, bool)
+
     def validate(self, task: TaskModule, precision: Precision) -> str:
         """Return the kind of device of the ranks.
 

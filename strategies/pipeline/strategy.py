@@ -168,6 +168,10 @@ class PipelineStrategy(MultiProcessStrategy):
 
     # ---- Ranks
 
+    @property
+    def keeps_num_ranks(self) -> bool:
+        return True
+
     def num_ranks(self) -> int:
         return self.mesh.stages * self.mesh.replicas
 

@@ -16,7 +16,6 @@ from tests.seams.test_sharded_parameters import Functional
 from tests.seams.training import BOUND, WIDTH, Layers, difference, trained
 from trainkit.errors import UserError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 PAGE = Path(__file__).parents[2] / "docs/step.md"
 
 

@@ -82,6 +82,8 @@ class FailureStore:
     def __init__(self, group: dist.ProcessGroup, *, token: str, hosts: Sequence[Host] = ()) -> None:
         self.rank, self.world_size = group.rank(), group.size()
         self.is_answered = False  # True while a RankWatchdog of each rank answers questions
+        self.asks_who_is_silent = True
+        """False where whoever started the ranks knows who died: the answers take seconds."""
         store = _store_of(group)
         # A second connection: reading must not wait behind a collective that blocks the shared one.
         # Without a method `clone`, as in older versions of torch, the shared connection is used.
@@ -151,7 +153,7 @@ class FailureStore:
 
     def _who_is_silent(self) -> str:
         """Return the ranks that do not answer as the end of a sentence; "" if that is not known."""
-        if not self.is_answered:
+        if not self.is_answered or not self.asks_who_is_silent:
             return ""
         answered = {self.rank, *self.positions()}
         silent = [name for rank, name in enumerate(self._names()) if rank not in answered]

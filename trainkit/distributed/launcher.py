@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -41,6 +41,7 @@ from trainkit.distributed.failure_store import GONE, RankError
 from trainkit.distributed.fork_server import begin_forked_process, start_fork_server
 from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import final_message, keep_log
+from trainkit.distributed.rank_loss import Handover, Recovery
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError, rank_exit, user_traceback
 from trainkit.signals import ALWAYS, recorded_signals
@@ -77,6 +78,7 @@ class RankEnvironment:
     store_port: int = 0
     store_token: str = field(default="", repr=False)  # before every key; known only to the ranks
     attempt: int = 0  # number of earlier starts
+    handover: Handover | None = None  # None: a lost rank ends the run
 
 
 @dataclass(slots=True)
@@ -88,7 +90,7 @@ class Outcome:
     value: Any = None
     failure: str | None = None  # the traceback, or how the process died
     brief: str = ""  # the traceback from the first call of the user's code on
-    seconds: float = 0.0  # from the start to the end, or to the failure
+    seconds: float = 0.0  # of the monotonic clock, at the end or the failure
     error: BaseException | None = None  # None if it cannot be pickled
     is_consequence: bool = False  # of another rank's failure
     exit_code: int | None = None  # of a process that ended without an answer; negative: the signal
@@ -102,21 +104,43 @@ def launch_ranks(
     log_dir: Path | None,
     signals: Sequence[int] = ALWAYS,
     name_of: Callable[[int], str] = "rank {}".format,
+    recovery: Recovery | None = None,
 ) -> T:
     """Return the value of `run` on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
 
     Raises the error of the rank that failed first, with that rank's traceback; `name_of` names a rank that died without
-    one. The `signals` that this process receives meanwhile are forwarded to every rank. Every rank writes its output to
+    one. With a `recovery` the ranks are started again if some were killed and none has an error of its own. The
+    `signals` that this process receives meanwhile are forwarded to every rank. Every rank writes its output to
     `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
     _check_not_importing()
     payload = pickled((enter, run), main_by_value=not _is_main_a_file())
     # In the caller, which outlives every rank: a rank can still read why another one failed.
     store = store_at("127.0.0.1")
-    common = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
-    calls = [partial(_run_rank, payload, replace(common, rank=rank)) for rank in range(num_ranks)]
-    with recorded_signals(signals) as received:
-        outcomes = run_processes(calls, patience=GRACE_SECONDS, received=received)
+    environment = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
+    with recorded_signals(signals) as received, ExitStack() as stack:
+        if recovery is not None:
+            environment = replace(environment, handover=stack.enter_context(recovery.entered()))
+        while True:
+            ranks = range(environment.world_size)
+            calls = [partial(_run_rank, payload, replace(environment, rank=rank)) for rank in ranks]
+            patience = GRACE_SECONDS if recovery is None else recovery.patience
+            outcomes = run_processes(calls, patience=patience, received=received)
+            lost = [] if recovery is None or received else _lost_ranks(outcomes)
+            if recovery is None or not lost:
+                break
+            names = [f"{name_of(o.rank)} (pid {o.pid}) {o.failure}".replace("the process ", "") for o in lost]
+            handover = recovery.after(names, since=min(o.seconds for o in lost))
+            remaining = len(outcomes) if recovery.keeps_ranks else len(outcomes) - len(lost)
+            if handover is None or not remaining:
+                break
+            environment = replace(
+                environment,
+                world_size=remaining,
+                attempt=environment.attempt + 1,
+                store_token=secrets.token_hex(16),  # keys of the former ranks must not be read
+                handover=handover,
+            )
     _raise_first_failure(outcomes, received, name_of)
     value: T = outcomes[0].value
     return value
@@ -171,7 +195,7 @@ def _variables(environment: RankEnvironment) -> dict[str, str]:
 def run_processes(
     calls: Sequence[Callable[[], Any]],
     *,
-    patience: float,
+    patience: float | Callable[[], float],
     timeout: float = math.inf,
     received: Sequence[int] = (),
 ) -> list[Outcome]:
@@ -181,7 +205,7 @@ def run_processes(
 
     Args:
         calls: Picklable functions without arguments, one for each rank.
-        patience: Seconds that the other ranks have to end after a first failure.
+        patience: Seconds that the other ranks have to end after a first failure, which may change meanwhile.
         timeout: Seconds that all ranks have. Those that have not ended then are aborted, so that they can write stacks.
         received: Signals that this process has received, to which a handler adds; they are forwarded to every rank.
 
@@ -213,19 +237,17 @@ def run_processes(
             process.close()
         for receiver, _ in pipes:
             receiver.close()
-    for outcome in outcomes:
-        outcome.seconds -= start
     return outcomes
 
 
 def _collect(
     processes: Sequence[Any],
     receivers: Sequence[connection.Connection],
-    deadline: float,
-    patience: float,
+    limit: float,
+    patience: float | Callable[[], float],
     received: Sequence[int],
 ) -> list[Outcome]:
-    """Return the outcomes of running processes; their `seconds` are those of the monotonic clock."""
+    """Return the outcomes of running processes."""
     outcomes = [Outcome(rank, process.pid) for rank, process in enumerate(processes)]
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -236,7 +258,7 @@ def _collect(
         with suppress(EOFError):  # the process has died
             outcomes[rank] = pickle.loads(receiver.recv_bytes())
 
-    limit = deadline
+    deadline = limit
     while running and time.monotonic() < deadline:
         for number in received[num_forwarded:]:
             num_forwarded += 1
@@ -253,9 +275,10 @@ def _collect(
                 receive(receivers[rank])
             if not outcomes[rank].seconds:
                 outcomes[rank] = _died(rank, processes[rank])
-        if any(outcome.failure for outcome in outcomes):
+        failed = [outcome.seconds for outcome in outcomes if outcome.failure]
+        if failed:
             # The earliest counts: later failures do not extend the time.
-            deadline = min(deadline, time.monotonic() + patience)
+            deadline = min(limit, min(failed) + (patience() if callable(patience) else patience))
     # Only beyond the caller's `timeout` are stacks of interest; after a failure its cause is known.
     if time.monotonic() >= limit:
         _abort([processes[rank] for rank in running.values()])
@@ -279,6 +302,15 @@ def _died(rank: int, process: Any) -> Outcome:
     code = process.exitcode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended without an answer, exit code {code}"
     return Outcome(rank, process.pid, failure=f"the process {how}", seconds=time.monotonic(), exit_code=code)
+
+
+def _lost_ranks(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the ranks that a signal has ended; none if a rank has failed by itself."""
+    failures = [outcome for outcome in outcomes if outcome.failure is not None]
+    # An exit code is that of a program that ended itself, such as by `os._exit`.
+    if any(not o.is_consequence and (o.exit_code is None or o.exit_code >= 0) for o in failures):
+        return []
+    return [outcome for outcome in failures if outcome.exit_code is not None]
 
 
 def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], name_of: Callable[[int], str]) -> None:

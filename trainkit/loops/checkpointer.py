@@ -79,7 +79,7 @@ class Checkpointer:
         assert self.store is not None
         shards = self._shards() if sharded else None
         # On every rank, although the main one alone writes it: gathering the state is collective.
-        payload = self._payload(shards)
+        payload = self.payload(shards)
         name, metrics = f"step_{state.step:08d}", run.metrics_of_this_step()
         labels: Labels = {"name": name, "step": state.step, "epoch": state.epoch, "metrics": metrics, "reason": reason}
         if shards is None:
@@ -282,7 +282,7 @@ class Checkpointer:
 
     # ---- What is saved
 
-    def _payload(self, shards: ShardedState | None) -> dict[str, Any]:
+    def payload(self, shards: ShardedState | None = None) -> dict[str, Any]:
         run, strategy = self._run, self._run.strategy
         assert run.loader is not None
         task_and_optimizers = self._task_and_optimizers(shards)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from trainkit.data.batch import StepBatch
-from trainkit.data.loader import BatchLoader
+from trainkit.data.loader import BatchLoader, MapBatchLoader
 from trainkit.duration import Interval, log_interval
 from trainkit.errors import UserError
 from trainkit.loops.fit_config import FitConfig
@@ -20,16 +20,20 @@ from trainkit.loops.replica_check import ReplicaCheck
 from trainkit.loops.rollback import NonFinitePolicy
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.phases import PhaseStep, TrainStep, phased_step
-from trainkit.run import Run
+from trainkit.run import PendingHook, Run
 from trainkit.strategy import Strategy, SupportsPhases
 from trainkit.task import TaskModule, begin_training, count_registrations
 
 if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop
+    from trainkit.loops.handover import UndoableStep
     from trainkit.loops.oom import AutoMicroBatch
     from trainkit.loops.skipped_steps import SkippedSteps
 
 logger = logging.getLogger(__name__)
+
+_AFTER_STEP: Sequence[PendingHook] = (("on_step_end", (), 0), ("on_step_complete", (), 0))
+_AFTER_EPOCH: Sequence[PendingHook] = (_AFTER_STEP[0], ("on_epoch_end", (), 0), _AFTER_STEP[1])
 
 
 class FitLoop:
@@ -58,6 +62,7 @@ class FitLoop:
         self._has_warned = False  # of a loss that grows with its samples
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
+        self._undoable: UndoableStep | None = None
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
         self.auto_micro_batch: AutoMicroBatch | None = None
         if run.strategy.auto_micro_batch:
@@ -79,6 +84,7 @@ class FitLoop:
                     if self._evaluation_interval.due(state):
                         state.evaluation_due = True  # also for a checkpoint that a callback saves now
                     run.emit("on_step_end")
+                    run.pending_hooks = run.pending_hooks[1:]
                     if self._log_interval.due(state):
                         self._log()
                     if state.evaluation_due:
@@ -123,7 +129,21 @@ class FitLoop:
         self.begin_step = self._step.begin
         """Computes a step batch and returns the outputs of this rank's micro-batches; collective."""
         self._policy.start()
-        if run.state.evaluation_due and self._validation is not None:
+        self._complete_last_step()
+
+    def _complete_last_step(self) -> None:
+        """Repeat an evaluation that was interrupted, and call the hooks that the loss of a rank has prevented."""
+        run = self._run
+        while run.pending_hooks:
+            hook, arguments, first = run.pending_hooks[0]
+            if hook != "on_step_end":  # the evaluation is between it and the others
+                self._evaluate_if_due()
+            run.emit(hook, *arguments, start=first)
+            run.pending_hooks = run.pending_hooks[1:]
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        if self._run.state.evaluation_due and self._validation is not None:
             self._evaluate()
 
     def step_batches(self) -> Iterator[StepBatch]:
@@ -149,6 +169,8 @@ class FitLoop:
                 registrations[0] = 0
                 self._check_parameters()
                 run.strategy.add_untrained(run.task)
+                if self._undoable is not None:
+                    self._undoable.find_state()
             # Between steps: the change takes effect on all ranks at the same step, before its first backward.
             if run.strategy.is_outdated(run.phase_optimizers):
                 self._check_parameters()
@@ -156,8 +178,10 @@ class FitLoop:
             yield batch
             if batch.ends_epoch:
                 run.emit("on_epoch_end")
+                run.pending_hooks = run.pending_hooks[1:]
             # After the epoch's end, so that a checkpoint has the schedules and callbacks of the completed epoch.
             run.emit("on_step_complete")
+            run.pending_hooks = ()
             if self._finished():
                 break
         # Otherwise the loop would begin this epoch again without end.
@@ -183,6 +207,10 @@ class FitLoop:
         if batch.ends_epoch:
             for phase_optimizer in run.phase_optimizers:
                 phase_optimizer.step_schedules("epoch")
+        # For the ranks that go on after a loss.
+        run.pending_hooks = _AFTER_EPOCH if batch.ends_epoch else _AFTER_STEP
+        if self._undoable is not None:
+            self._undoable.end()
 
     def warn_skipped_steps(self, bad: Sequence[int] = ()) -> None:
         """Warn about the steps skipped since the last call; waits for the device. Collective."""
@@ -249,6 +277,14 @@ class FitLoop:
         for option in (self.auto_micro_batch, self._skipped, run.step_timer):
             if option is not None:
                 phases = [option.wrap(phase) for phase in phases]
+        if run.strategy.handover is not None:
+            run.strategy.handover.begin()
+            # Ranks read other shards of an iterable dataset, and only they know how far.
+            if run.strategy.hands_over and isinstance(self._loader, MapBatchLoader):
+                from trainkit.loops.handover import UndoableStep
+
+                self._undoable = UndoableStep(run)
+                phases = [self._undoable.wrap(phase) for phase in phases]
         step = phased_step(run.task, run.state, phases) if phases[0].phase else single_step(phases[0])
         if not self._policy.lists_steps:
             return step

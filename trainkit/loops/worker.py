@@ -29,6 +29,7 @@ from trainkit.files import reason
 from trainkit.loops.checkpointer import Checkpointer
 from trainkit.loops.fit_config import FitConfig
 from trainkit.loops.fit_loop import FitLoop
+from trainkit.loops.handover import hand_over, report_loss, take_over
 from trainkit.model.compile import compilation_reported
 from trainkit.model.offload import offloaded
 from trainkit.optim.lr_schedule import ReferenceBatchSize
@@ -67,6 +68,8 @@ class FitResult:
     """Of this part of the run, without those before a resume."""
     exit_reason: str
     run_dir: Path | None
+    rank_losses: int = 0
+    """Times that ranks were lost and started again."""
     weights: dict[str, Any] | None = field(default=None, repr=False)
     callback_states: Sequence[dict[str, Any] | None] = field(default=(), repr=False)
 
@@ -105,6 +108,8 @@ def fit_on_rank(
                 seconds, samples = run.state.own_seconds, run.state.samples
                 loop.run()
         except BaseException as error:
+            if hand_over(run, error):
+                raise  # the others decide nothing: the launcher starts this rank again, or ends the run
             # The record first: a callback may hang, and the ranks of a failed run are ended within seconds.
             record_failure(run, error)
             run.report_exception(error)
@@ -233,13 +238,15 @@ def run_on_rank(
 
 def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop:
     """Prepare task, optimizer and data on this rank, and restore a resumed run; collective."""
-    payload: dict[str, Any] = {}
-    if checkpoint is not None:
+    payload, where = take_over(run) or ({}, "")
+    is_new = not where
+    if checkpoint is not None and is_new:
         from trainkit.checkpoint.serialization import check_payload
         from trainkit.checkpoint.store import load_from
 
         payload = load_from(checkpoint, run.strategy.comm).payload
-        check_payload(payload, str(checkpoint))
+        where = str(checkpoint)
+        check_payload(payload, where)
     if isinstance(run.strategy, PlacesRanks):
         saved = payload.get("strategy", {})
         # Before the data is opened: a rank that moves reads another shard, and draws other random numbers.
@@ -247,18 +254,18 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
             seed_everything(config.seed + run.strategy.comm.rank)
     validation = _prepare_data(run, config)
     _check_hooks(run)
-    if checkpoint is not None or run.checkpointer.store is not None:
+    if where or run.checkpointer.store is not None:
         # Before the strategy partitions the task and the restore resizes buffers.
         run.checkpointer.first_buffers = buffer_shapes(run.task)
     _prepare_task(run, config)
     run.validates = validation is not None
     _prepare_optimizers(run, config)
     loop = FitLoop(run, config, validation=validation)
-    if checkpoint is not None:
+    if where:
         from trainkit.checkpoint.serialization import refuse_altered_state
 
-        with refuse_altered_state(str(checkpoint)):
-            run.checkpointer.restore(payload, where=str(checkpoint), is_new=True)
+        with refuse_altered_state(where):
+            run.checkpointer.restore(payload, where=where, is_new=is_new)
             if loop.auto_micro_batch is not None:
                 loop.auto_micro_batch.resume()
             # Last: setting the micro-batch size may change the layout that it compares.
@@ -267,7 +274,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
     if isinstance(run.strategy, PreparesSteps):
         run.strategy.prepare_steps(run.task, run.loader.step_batches(run.state.epoch, run.state.position))
     measured = {name for name in run.state.metrics if name.startswith("validation/")}  # before a resume
-    is_checked = checkpoint is not None and _monitored(run) <= measured
+    is_checked = run.handed_over or (checkpoint is not None and _monitored(run) <= measured)
     if validation is not None and config.num_sanity_batches and not is_checked:
         with run.optimizers_in_evaluation():
             metrics = _open_evaluation(run, "sanity", limit=config.num_sanity_batches).run()
@@ -277,6 +284,7 @@ def prepare_fit(run: Run, config: FitConfig, checkpoint: Path | None) -> FitLoop
                 run.emit("on_evaluation_end", "sanity", metrics)
     # After the restore: a logger removes what it holds beyond the restored step.
     _open_loggers(run)
+    report_loss(run)
     return loop
 
 
@@ -459,6 +467,7 @@ def _result_of(run: Run, seconds_before: float, samples_before: int) -> FitResul
         seconds=state.own_seconds,
         samples_per_second=(state.samples - samples_before) / seconds if seconds > 0 else 0.0,
         exit_reason=run.stop_reason or "finished",
+        rank_losses=run.strategy.attempt,
         run_dir=run.run_dir,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import threading
-import warnings
 
 import pytest
 import torch
@@ -288,9 +287,7 @@ def test_a_parameter_that_no_replica_uses_has_no_gradient():
 
 
 def test_torchscript_modules_raise_an_error_with_a_remedy(make_trainer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer releases of torch call tracing deprecated
-        scripted = torch.jit.trace(nn.Linear(8, 1), torch.zeros(1, 8))
+    scripted = torch.jit.trace(nn.Linear(8, 1), torch.zeros(1, 8))
 
     class Scripted(Perceptron):
         def build(self):

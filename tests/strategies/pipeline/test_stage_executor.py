@@ -1,5 +1,3 @@
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -257,9 +255,7 @@ def test_a_module_with_a_backward_hook_is_a_leaf_module():
 
 def test_a_scripted_module_is_a_leaf_module():
     task = _Branches()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        task.first = torch.jit.script(task.first)
+    task.first = torch.jit.script(task.first)
     expected = task.training_step(torch.full((2, 3), 2.0))
 
     chain = _Chain(task, torch.ones(2, 3), 2, split_points=["second"])

@@ -1,7 +1,6 @@
 """Functions between modules: with a backward of their own, in contexts of torch, and of every kind of operation."""
 
 import copy
-import warnings
 from functools import cache, partial
 
 import numpy
@@ -211,9 +210,7 @@ def _twice(inputs: torch.Tensor) -> torch.Tensor:
     return inputs * 2 + inputs.sin()
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    _scripted = torch.jit.script(_twice)
+_scripted = torch.jit.script(_twice)
 
 
 @cache

@@ -1,0 +1,458 @@
+"""Ranks are killed, and the run ends with the weights of a plain loop that lost nobody.
+
+TRAINKIT_KILLS=200 kills as often at random instants (`make torture`).
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.fsdp.strategy import FSDPStrategy
+from trainkit.strategies.fusion.strategy import FusionStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
+from trainkit.strategies.torch_ddp import TorchDDPStrategy
+
+from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.distributed.launcher import RankFailure
+from trainkit.distributed.rank_loss import (
+    END_SECONDS,
+    SAVE_SECONDS,
+    SHARED_MEMORY,
+    START_SECONDS,
+    Handover,
+    Recovery,
+)
+from trainkit.errors import UserError
+
+KILLS = int(os.environ.get("TRAINKIT_KILLS", "8"))
+BATCH, EPOCHS = 12, 6
+INPUTS = torch.randn(48, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+STEPS = EPOCHS * len(INPUTS) // BATCH
+
+Death = tuple[str, int, int]  # place, rank, step
+
+
+class Fragile(TaskModule):
+    """A task whose ranks die at given places, each once."""
+
+    def __init__(self, folder: Path, deaths: tuple[Death, ...] = (), seconds: float = 0.0) -> None:
+        super().__init__()
+        self.network = network()
+        self.register_buffer("steps_seen", torch.zeros((), dtype=torch.int64))
+        self.folder, self.deaths, self.seconds, self.extra = folder, deaths, seconds, 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps_seen += 1
+        self.extra += 1
+        time.sleep(self.seconds)
+        die(self, "forward", int(self.steps_seen))
+        loss = self.network(batch[0]).square().mean()
+        if loss.requires_grad:
+            step = int(self.steps_seen)
+            loss.register_hook(lambda gradient: die(self, "backward", step))
+        return loss
+
+    def validation_step(self, batch: Any) -> Any:
+        die(self, "evaluation", int(self.steps_seen))
+        return {"loss": self.network(batch[0]).square().mean()}
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+
+
+class Staged(Fragile):
+    """One that a pipeline can partition: its step reads nothing that it has written."""
+
+    def training_step(self, batch: Any) -> Any:
+        time.sleep(self.seconds)
+        return self.network(batch[0]).square().mean()
+
+
+def die(task: Fragile, place: str, step: int) -> None:
+    death = (place, int(os.environ.get("RANK", "-1")), step)
+    if death in task.deaths:
+        marker = task.folder / "_".join(map(str, death))
+        if not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Bookkeeper(Callback):
+    """Counts its calls, and averages the weights, as an EMA does."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.average: dict[str, Tensor] = {}
+
+    def on_step_end(self, run: Any) -> None:
+        self.calls["step"] += 1
+        if run.strategy.hands_over:  # others hold a part of the weights
+            for name, parameter in run.task.network.named_parameters():
+                average = self.average.setdefault(name, parameter.detach().clone())
+                average.lerp_(parameter.detach(), 0.1)
+        die(run.task, "step end", run.state.step)
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        self.calls[stage] += 1
+        die(run.task, "evaluation end", run.state.step)
+
+    def on_epoch_end(self, run: Any) -> None:
+        self.calls["epoch"] += 1
+        die(run.task, "epoch end", run.state.step)
+
+    def on_step_complete(self, run: Any) -> None:
+        self.calls["complete"] += 1
+        die(run.task, "step complete", run.state.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": dict(self.calls), "average": self.average}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.calls = Counter(saved["calls"])
+        self.average = saved["average"]
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def plain_loop() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights and their averages."""
+    model, average = network(), {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
+    for _ in range(EPOCHS):
+        for batch in INPUTS.split(BATCH):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+            for name, parameter in model.named_parameters():
+                average.setdefault(name, parameter.detach().clone()).lerp_(parameter.detach(), 0.1)
+    return model.state_dict(), average
+
+
+CALLS = {"step": STEPS, "validation": EPOCHS, "epoch": EPOCHS, "complete": STEPS, "sanity": 1}
+
+
+def fit(strategy: Any, task: Fragile, run_dir: Path | None, **settings: Any) -> Any:
+    bookkeeper = Bookkeeper()
+    data = TensorDataset(INPUTS)
+    trainer = Trainer(
+        strategy,
+        max_duration=f"{EPOCHS}epoch",
+        evaluate_every="1epoch",
+        callbacks=[bookkeeper, *settings.pop("callbacks", ())],
+        loggers=[],
+        run_dir=run_dir,
+        **settings,
+    )
+    result = trainer.fit(task, Data(train=data, validation=data, batch_size=BATCH, shuffle=False))
+    return result, bookkeeper
+
+
+def assert_undisturbed(task: Fragile, result: Any, bookkeeper: Bookkeeper | None = None) -> None:
+    weights, average = plain_loop()
+    assert result.steps == STEPS
+    for name, weight in weights.items():
+        torch.testing.assert_close(task.network.state_dict()[name], weight, rtol=0, atol=1e-12)
+    assert (int(task.steps_seen), task.extra) == ((0, 0) if isinstance(task, Staged) else (STEPS, STEPS))
+    if bookkeeper is not None:
+        assert bookkeeper.calls == CALLS
+        for name, weight in average.items():
+            torch.testing.assert_close(bookkeeper.average[name], weight, rtol=0, atol=1e-12)
+    assert not left_behind()
+
+
+def left_behind() -> list[Path]:
+    folders = f"trainkit-handover-{os.getpid()}-*"
+    return [path for parent in (SHARED_MEMORY, tempfile.gettempdir()) for path in Path(parent).glob(folders)]
+
+
+ddp, torch_ddp, fusion = (partial(kind, device="cpu") for kind in (DDPStrategy, TorchDDPStrategy, FusionStrategy))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "deaths"),
+    [
+        (ddp, (("forward", 1, 3), ("step end", 0, 6), ("evaluation", 0, 8), ("epoch end", 1, 12))),
+        (torch_ddp, (("backward", 0, 3), ("evaluation end", 1, 8), ("step complete", 1, 9))),
+        (fusion, (("backward", 1, 3), ("evaluation", 1, 8), ("step end", 0, 10), ("epoch end", 0, 16))),
+    ],
+)
+def test_lost_ranks_are_replaced_and_no_step_is_lost(strategy: Any, deaths: tuple[Death, ...], tmp_path: Path) -> None:
+    task = Fragile(tmp_path, deaths)
+    result, bookkeeper = fit(strategy(devices=2, on_rank_loss="replace"), task, tmp_path / "run")
+    assert result.rank_losses == len(deaths)
+    assert_undisturbed(task, result, bookkeeper)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["rank_losses"], summary["status"]) == (len(deaths), "finished")
+    lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
+    assert [line["from"] for line in lines] == ["the memory of a surviving rank"] * len(deaths)
+    assert "rank" in lines[0]["lost"] and "was killed by SIGKILL" in lines[0]["lost"]
+
+
+@pytest.mark.parametrize("strategy", [ddp, fusion])
+def test_the_surviving_ranks_continue_with_the_same_global_batch(strategy: Any, tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("forward", 1, 3), ("step end", 0, 9)))
+    result, bookkeeper = fit(strategy(devices=3, on_rank_loss="continue"), task, None)
+    assert result.rank_losses == 2
+    assert_undisturbed(task, result, bookkeeper)
+
+
+def test_the_surviving_ranks_split_a_batch_that_they_cannot_divide(tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("step end", 1, 3),))
+    result, _ = fit(ddp(devices=3, accumulate=4, on_rank_loss="continue"), task, None)
+    assert result.rank_losses == 1
+    weights, _ = plain_loop()
+    for name, weight in weights.items():
+        torch.testing.assert_close(task.network.state_dict()[name], weight, rtol=0, atol=1e-12)
+
+
+def test_two_ranks_that_die_at_once_are_replaced(tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("forward", 0, 3), ("forward", 1, 3), ("step end", 1, 9), ("step end", 2, 9)))
+    result, bookkeeper = fit(ddp(devices=3, on_rank_loss="replace"), task, None)
+    assert result.rank_losses == 2
+    assert_undisturbed(task, result, bookkeeper)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        partial(FSDPStrategy, devices=2, device="cpu"),
+        partial(FusionStrategy, devices=2, device="cpu", shard_optimizer=True),
+        partial(DDPStrategy, devices=2, device="cpu", optimizer_in_backward=True),
+        partial(PipelineStrategy, stages=2, device="cpu"),
+    ],
+    ids=["fsdp", "sharded fusion", "ddp in backward", "pipeline"],
+)
+def test_ranks_that_hold_a_part_only_go_back_to_the_last_checkpoint(strategy: Any, tmp_path: Path) -> None:
+    kind = Staged if strategy.func is PipelineStrategy else Fragile
+    task = kind(tmp_path, (("step end", 0, 3), ("step end", 1, 11)))
+    result, _ = fit(strategy(on_rank_loss="replace"), task, tmp_path / "run", callbacks=[Checkpoint(every="5step")])
+    assert result.rank_losses == 2
+    assert_undisturbed(task, result)
+    lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 10]
+
+
+def test_an_error_in_user_code_ends_the_run_although_ranks_would_be_replaced(tmp_path: Path) -> None:
+    class Wrong(Fragile):
+        def training_step(self, batch: Any) -> Any:
+            if os.environ.get("RANK") == "1":
+                (self.folder / f"{os.getpid()}").touch()
+                raise ValueError("wrong on purpose")
+            return super().training_step(batch)
+
+    with pytest.raises(ValueError, match="wrong on purpose"):
+        fit(ddp(devices=2, on_rank_loss="replace"), Wrong(tmp_path), None)
+    assert len(list(tmp_path.iterdir())) == 1  # one start
+    assert not left_behind()
+
+
+def test_a_program_that_kills_its_ranks_again_and_again_ends(tmp_path: Path) -> None:
+    class Deadly(Fragile):
+        def training_step(self, batch: Any) -> Any:
+            if os.environ.get("RANK") == "1" and int(self.steps_seen) == 4:
+                (self.folder / f"{os.getpid()}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(batch)
+
+    with pytest.raises(RankFailure, match=r"rank 1 \(pid \d+\) was killed by SIGKILL"):
+        fit(ddp(devices=2, on_rank_loss="replace", max_rank_losses=2), Deadly(tmp_path), None)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert not left_behind()
+
+
+def test_a_rank_that_exits_by_itself_is_not_replaced(tmp_path: Path) -> None:
+    class Leaves(Fragile):
+        def training_step(self, batch: Any) -> Any:
+            if os.environ.get("RANK") == "1":
+                os._exit(3)
+            return super().training_step(batch)
+
+    with pytest.raises(RankFailure, match="exit code 3"):
+        fit(ddp(devices=2, on_rank_loss="replace"), Leaves(tmp_path), None)
+
+
+def test_settings_that_have_no_effect_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"on_rank_loss=replace is for ranks of the local launcher"):
+        ddp(devices=2, on_rank_loss="replace", launcher="ray")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"torchrun --max-restarts=3 \.\.\. resume=auto"):
+        fit(ddp(devices=1, on_rank_loss="continue"), Fragile(tmp_path), None)
+    with pytest.raises(UserError, match="on_rank_loss"):
+        ddp(on_rank_loss="restart")
+    for parts in (partial(PipelineStrategy, stages=2), partial(FSDPStrategy, devices=4, replicate=2)):
+        with pytest.raises(UserError, match=r"fewer cannot go on. Set strategy.on_rank_loss=replace"):
+            parts(device="cpu", on_rank_loss="continue")
+
+
+# ---- What is handed over
+
+
+def test_the_state_of_the_latest_step_is_handed_over(tmp_path: Path) -> None:
+    handover = Handover((str(tmp_path),))
+    for step in (3, 5, 4):
+        handover.save({"weights": torch.full((2,), float(step))}, step=step)
+    newest = handover.newest()
+    assert newest is not None and newest.step == 5
+    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["000000000003", "000000000005"]
+    started = Handover((str(tmp_path),), source=str(newest.path))
+    assert started.load()["weights"].tolist() == [5.0, 5.0]
+    started.discard()
+    started.discard()  # another rank
+    assert handover.newest() is not None and handover.newest().step == 3  # type: ignore[union-attr]
+
+
+def test_a_state_without_room_in_memory_goes_to_the_next_folder(tmp_path: Path) -> None:
+    full, folder = "/dev/full", tmp_path / "folder"
+    folder.mkdir()
+    first = tmp_path / "first"
+    first.mkdir()
+    for name in ("000000000003.part",):
+        (first / name).symlink_to(full)
+    handover = Handover((str(first), str(folder)))
+    handover.save({"weights": torch.zeros(200_000)}, step=3)
+    newest = handover.newest()
+    assert newest is not None and newest.path.parent == folder
+
+
+def recovery(**settings: Any) -> Recovery:
+    return Recovery(**{"keeps_ranks": True, "hands_over": True, "max_losses": 2, "saved_step": lambda: -1} | settings)
+
+
+def test_losses_count_only_while_no_new_step_is_reached() -> None:
+    decides = recovery()
+    with decides.entered() as handover:
+        for step in (1, 2, 3, 4):
+            handover.save({}, step=step)
+            assert decides.after(["rank 1"], since=0.0) is not None
+        assert decides.after(["rank 1"], since=0.0) is not None
+        assert decides.after(["rank 1"], since=0.0) is None
+
+
+def test_a_checkpoint_later_than_what_survivors_have_is_gone_on_from() -> None:
+    decides = recovery(saved_step=lambda: 7)
+    with decides.entered() as handover:
+        handover.save({}, step=6)
+        started = decides.after(["rank 1"], since=0.0)
+        assert started is not None and started.source is None
+        handover.save({}, step=8)
+        started = decides.after(["rank 1"], since=0.0)
+        assert started is not None and started.source is not None
+
+
+def test_survivors_have_time_until_the_first_has_handed_over() -> None:
+    decides = recovery()
+    with decides.entered() as handover:
+        assert decides.patience() == START_SECONDS
+        handover.begin()
+        assert decides.patience() == SAVE_SECONDS
+        handover.save({}, step=6)
+        assert decides.patience() == END_SECONDS
+        assert decides.after(["rank 1"], since=0.0) is not None
+        assert decides.patience() == START_SECONDS  # of the next ranks
+        handover.begin()
+        assert decides.patience() == SAVE_SECONDS
+        handover.refuse()
+        assert decides.patience() == END_SECONDS
+    alone = recovery(hands_over=False)
+    with alone.entered() as handover:
+        handover.begin()
+        assert alone.patience() == END_SECONDS
+
+
+# ---- A campaign
+
+
+LAYOUTS = {
+    "ddp": partial(ddp, devices=2),
+    "ddp on three ranks": partial(ddp, devices=3),
+    "torch_ddp": partial(torch_ddp, devices=2),
+    "fusion": partial(fusion, devices=3),
+    "sharded fusion": partial(fusion, devices=2, shard_optimizer=True),
+    "fsdp": partial(FSDPStrategy, devices=2, device="cpu"),
+    "fsdp with replicas": partial(FSDPStrategy, devices=4, device="cpu", replicate=2),
+    "pipeline": partial(PipelineStrategy, stages=2, replicas=2, device="cpu"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "policy"),
+    [(layout, "replace") for layout in LAYOUTS]
+    + [(layout, "continue") for layout in LAYOUTS if layout not in ("fsdp with replicas", "pipeline")],
+)
+def test_a_run_whose_ranks_are_killed_at_random_ends_with_the_weights_of_a_plain_loop(
+    layout: str, policy: str, tmp_path: Path
+) -> None:
+    strategy = LAYOUTS[layout](on_rank_loss=policy, max_rank_losses=1000)
+    num_ranks = strategy.num_ranks()
+    # Replaced ranks can be killed for ever; of those that are not, the last one must live.
+    num_kills = KILLS // len(LAYOUTS) if policy == "replace" else num_ranks - 1
+    killer = Killer(num_kills, seed=f"{layout} {policy}")
+    recoveries = 0
+    for number in range(num_kills):
+        task = (Staged if layout == "pipeline" else Fragile)(tmp_path, seconds=0.05)
+        with killer:
+            result, _ = fit(strategy, task, tmp_path / f"run_{number}", callbacks=[Checkpoint(every="4step")])
+        assert_undisturbed(task, result)
+        assert not multiprocessing.active_children()
+        recoveries += result.rank_losses
+        if killer.killed == num_kills or policy == "continue":
+            break
+    print(f"{layout}, {policy}: {killer.killed} ranks killed, {recoveries} recoveries")
+    assert killer.killed > 0
+
+
+class Killer:
+    """Kills random ranks of the run in this process at random instants, sometimes two at once."""
+
+    def __init__(self, num_kills: int, *, seed: str) -> None:
+        self.num_kills, self.random, self.killed = num_kills, random.Random(seed), 0
+
+    def __enter__(self) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._kill_all)
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _kill_all(self) -> None:
+        while self.killed < self.num_kills and not self._done.wait(self.random.uniform(0.05, 0.9)):
+            alive = [process.pid for process in multiprocessing.active_children() if process.pid]
+            wanted = min(self.random.choice((1, 1, 1, 2)), self.num_kills - self.killed, max(len(alive) - 1, 0))
+            for pid in self.random.sample(alive, wanted):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                self.killed += 1

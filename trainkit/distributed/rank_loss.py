@@ -1,0 +1,172 @@
+"""Loss of a rank: the launcher starts all ranks again, from the state that a survivor hands over.
+
+    rank 0     step 41 | step 42 breaks and is taken back | hands over step 41, ends
+    rank 1     step 41 | killed
+    launcher                                                                           starts both: step 42, ...
+
+The launcher alone decides who is alive, so that no two ranks can disagree. Every rank becomes a new process, as one
+that has lost a peer cannot leave its process groups: gloo keeps their connections while any object refers to them, and
+a call of NCCL may never return. A process of the fork server costs tenths of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from trainkit.files import file_lock
+
+logger = logging.getLogger(__name__)
+
+OnRankLoss = Literal["stop", "continue", "replace"]
+
+SHARED_MEMORY = "/dev/shm"  # a file there is memory that outlives its process
+# For survivors to end after a loss: before the first step, when they have a state, and while none is handed over yet.
+START_SECONDS, END_SECONDS, SAVE_SECONDS = 0.5, 5.0, 60.0  # the last one may be in the middle of a long step
+_REFUSED, _BEGUN = "refused", "begun"
+
+
+class HandedOver(NamedTuple):
+    """The state of a run after a step, in a file."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Where the ranks of a run hand their state over to those that are started after them."""
+
+    folders: tuple[str, ...]
+    """Private to the run. A later one is used if there is no room in an earlier one."""
+    source: str | None = None
+    """The file to go on from; `None`: the last checkpoint, or the start."""
+    lost: str = ""
+    """Who died, and how, before this start."""
+    since: float = 0.0
+    """When that was, by the monotonic clock of the machine."""
+    replaces: bool = True
+    """True if there are as many ranks as before."""
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        """Write a state, unless another rank has written one of this step or a later one.
+
+        A rank that is killed meanwhile leaves the turn to the next.
+        """
+        # One after the other: copies of all ranks at once might not fit into memory.
+        with file_lock(Path(self.folders[0], "lock")):
+            newest = self.newest()
+            if newest is None or newest.step < step:
+                self._write(state, f"{step:012d}.pt")
+
+    def _write(self, state: dict[str, Any], name: str) -> None:
+        for folder in self.folders:
+            path = Path(folder, name)
+            part = path.with_suffix(".part")
+            try:
+                torch.save(state, part)
+            # torch raises RuntimeError for a full disk, as a container's small /dev/shm is.
+            except (OSError, RuntimeError) as error:
+                part.unlink(missing_ok=True)
+                if folder == self.folders[-1]:
+                    raise
+                logger.debug("no room for a state in %s: %s", folder, error)
+            else:
+                part.replace(path)
+                return
+
+    def load(self) -> dict[str, Any]:
+        """Return the state to go on from; its tensors are read when they are used."""
+        assert self.source is not None
+        # Not `weights_only`: the file is private to this run, and a callback's state may hold anything.
+        state: dict[str, Any] = torch.load(self.source, map_location="cpu", mmap=True, weights_only=False)
+        return state
+
+    def discard(self) -> None:
+        """Remove the state that the ranks have gone on from, which takes memory; any rank may call it."""
+        if self.source is not None:
+            Path(self.source).unlink(missing_ok=True)
+
+    def newest(self) -> HandedOver | None:
+        """Return the state of the latest step."""
+        states = [HandedOver(int(path.stem), path) for folder in self.folders for path in Path(folder).glob("*.pt")]
+        return max(states, default=None)
+
+    def begin(self) -> None:
+        """Record that the ranks begin to train."""
+        Path(self.folders[0], _BEGUN).touch()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if `begin` was called."""
+        return Path(self.folders[0], _BEGUN).exists()
+
+    def refuse(self) -> None:
+        """Record that a rank failed by an error of its own: the run ends, and no rank need hand anything over."""
+        Path(self.folders[0], _REFUSED).touch()
+
+    @property
+    def is_refused(self) -> bool:
+        """True if `refuse` was called."""
+        return Path(self.folders[0], _REFUSED).exists()
+
+
+@dataclass(kw_only=True)
+class Recovery:
+    """Decides, in the process that starts ranks, what follows a loss."""
+
+    keeps_ranks: bool
+    """Start as many ranks again, instead of as many as have survived."""
+    hands_over: bool
+    """Each rank has the whole state of the run."""
+    max_losses: int
+    """Losses in a row without a new step that are survived."""
+    saved_step: Callable[[], int]
+    """Returns the step of the last checkpoint, -1 without one."""
+    handover: Handover = field(default=Handover(()), init=False)
+    _reached: int = field(default=-1, init=False)  # the last step that a loss has left
+    _losses: int = field(default=0, init=False)  # in a row, that have left no later one
+
+    @contextmanager
+    def entered(self) -> Iterator[Handover]:
+        """Return what the first ranks get; no file is left behind."""
+        parents = [SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK) else []
+        prefix = f"trainkit-handover-{os.getpid()}-"
+        # Private to the user, as a state is unpickled.
+        folders = [tempfile.mkdtemp(prefix=prefix, dir=parent) for parent in [*parents, None]]
+        self.handover = Handover(tuple(folders), replaces=self.keeps_ranks)
+        try:
+            yield self.handover
+        finally:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def patience(self) -> float:
+        """Return the seconds that survivors have to end after a loss, and to hand a state over if they have one."""
+        if not self.handover.has_begun:  # some may wait in C for the dead rank to join them
+            return START_SECONDS
+        newest = self.handover.newest()
+        is_expected = self.hands_over and not self.handover.is_refused
+        return SAVE_SECONDS if is_expected and (newest is None or newest.step <= self._reached) else END_SECONDS
+
+    def after(self, lost: Sequence[str], *, since: float) -> Handover | None:
+        """Return what the next ranks get; `None` if the run ends."""
+        newest, saved_step = self.handover.newest(), self.saved_step()
+        reached = max(saved_step, -1 if newest is None else newest.step)
+        self._losses = 1 if reached > self._reached else self._losses + 1
+        self._reached = max(reached, self._reached)
+        # A bug that kills ranks, such as a batch that takes too much memory, would kill them for ever.
+        if self._losses > self.max_losses:
+            return None
+        Path(self.handover.folders[0], _BEGUN).unlink(missing_ok=True)
+        source = str(newest.path) if newest is not None and newest.step >= saved_step else None
+        return Handover(self.handover.folders, source, " and ".join(lost), since, self.keeps_ranks)
