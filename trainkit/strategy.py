@@ -62,8 +62,6 @@ class Strategy:
     """Number of times that the ranks of this run were lost and started again."""
     handover: Handover | None = None
     """What the ranks of this run go on from, and where they leave it; `None` if the loss of a rank ends the run."""
-    hands_over: bool = False
-    """True if each rank has the whole state of the run, which changes in the update only."""
     supports_module_hooks: bool = True
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
     supports_manual_backward: bool = False
@@ -190,6 +188,11 @@ class Strategy:
         """End the phases, leave the other ranks and release resources; may be called twice."""
         # The task is the user's again, and must not keep a phase's frozen parameters.
         self.end_phases()
+
+    @property
+    def hands_over(self) -> bool:
+        """True if each rank has the whole state of the run, which changes in the update only."""
+        return False
 
     # ---- Between steps
 

@@ -410,7 +410,8 @@ class BucketWork:
         for peer in self.transport.peers:
             cause = peer.message()
             if not cause and peer.is_gone() and not self.transport.is_done(self.bucket):
-                time.sleep(STORE_SECONDS)  # the process that started that rank may publish more
+                if self.transport.failure_store.asks_who_is_silent:
+                    time.sleep(STORE_SECONDS)  # the process that started that rank may publish more
                 cause = self.transport.failure_store.root_cause() or f"rank {peer.rank} (pid {peer.pid}) is gone"
             if cause:
                 raise stopped(self.where, cause)

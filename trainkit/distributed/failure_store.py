@@ -83,7 +83,7 @@ class FailureStore:
         self.rank, self.world_size = group.rank(), group.size()
         self.is_answered = False  # True while a RankWatchdog of each rank answers questions
         self.asks_who_is_silent = True
-        """False where whoever started the ranks knows who died: the answers take seconds."""
+        """False where whoever started the ranks knows who died, and goes on: each answer takes its time."""
         store = _store_of(group)
         # A second connection: reading must not wait behind a collective that blocks the shared one.
         # Without a method `clone`, as in older versions of torch, the shared connection is used.

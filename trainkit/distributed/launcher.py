@@ -114,13 +114,15 @@ def launch_ranks(
     `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
     _check_not_importing()
-    payload = pickled((enter, run), main_by_value=not _is_main_a_file())
+    payload: bytes | Path = pickled((enter, run), main_by_value=not _is_main_a_file())
     # In the caller, which outlives every rank: a rank can still read why another one failed.
     store = store_at("127.0.0.1")
     environment = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
     with recorded_signals(signals) as received, ExitStack() as stack:
         if recovery is not None:
             environment = replace(environment, handover=stack.enter_context(recovery.entered()))
+            # In a pipe it would be sent at each start, to each rank, and a rank that dies meanwhile would break it.
+            payload = recovery.write(payload)
         while True:
             ranks = range(environment.world_size)
             calls = [partial(_run_rank, payload, replace(environment, rank=rank)) for rank in ranks]
@@ -429,13 +431,13 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
     return pickle.dumps(outcome)
 
 
-def _run_rank(payload: bytes, environment: RankEnvironment) -> Any:
-    """Return the value of the run on rank 0, and None on the others."""
+def _run_rank(payload: bytes | Path, environment: RankEnvironment) -> Any:
+    """Return the value of the run on rank 0, and None on the others; `payload` may be in a file."""
     os.environ.update(_variables(environment))
     log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
     prepare_rank(environment)
     try:
-        enter, run = unpickled(payload)
+        enter, run = unpickled(payload if isinstance(payload, bytes) else payload.read_bytes())
         enter(environment)
         value = run()
     except BaseException as error:

@@ -150,6 +150,12 @@ class Recovery:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def write(self, payload: bytes) -> Path:
+        """Return a file with what all ranks get."""
+        path = Path(self.handover.folders[-1], "payload")
+        path.write_bytes(payload)
+        return path
+
     def patience(self) -> float:
         """Return the seconds that survivors have to end after a loss, and to hand a state over if they have one."""
         if not self.handover.has_begun:  # some may wait in C for the dead rank to join them

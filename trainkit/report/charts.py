@@ -52,19 +52,27 @@ class Series:
     colour: int = 0
 
 
-def chart(title: str, series: Sequence[Series], *, x_name: str = "step", from_zero: bool = False) -> SafeHtml:
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x_name: str = "step",
+    from_zero: bool = False,
+    marks: Mapping[int, str] | None = None,
+) -> SafeHtml:
     """Return a figure with all series; with widely differing values also a plot with a logarithmic axis.
 
-    `from_zero`: the axis begins at 0, for amounts whose growth would look larger than it is.
+    `from_zero`: the axis begins at 0, for amounts whose growth would look larger than it is. `marks` are texts of
+    vertical lines, by step.
     """
     finite_series = [item for item in series if any(math.isfinite(value) for value in item.curve.values)]
     plots, switch = [], None
     if finite_series:
-        plots.append(_plot(finite_series, x_name=x_name, logarithmic=False, from_zero=from_zero))
+        plots.append(_plot(finite_series, x_name=x_name, logarithmic=False, from_zero=from_zero, marks=marks))
     else:
         plots.append(element("p", f"{', '.join(item.name for item in series)}: no finite value", class_="muted"))
     if finite_series and not from_zero and _spans_powers(finite_series):
-        plots.append(_plot(finite_series, x_name=x_name, logarithmic=True))
+        plots.append(_plot(finite_series, x_name=x_name, logarithmic=True, marks=marks))
         box = element("input", type="checkbox", class_="log-switch")
         switch = element("label", box, "log", class_="switch", title="log scale")
     items = []
@@ -118,10 +126,17 @@ class _Axes:
         return [value for value in values if self.bottom <= math.log10(value) <= self.top]
 
 
-def _plot(series: Sequence[Series], *, x_name: str, logarithmic: bool, from_zero: bool = False) -> SafeHtml:
+def _plot(
+    series: Sequence[Series],
+    *,
+    x_name: str,
+    logarithmic: bool,
+    from_zero: bool = False,
+    marks: Mapping[int, str] | None = None,
+) -> SafeHtml:
     thin = [downsample(item.curve, most=MOST_POINTS) for item in series]
     axes = _Axes.around(thin, logarithmic=logarithmic, from_zero=from_zero)
-    lines: list[SafeHtml] = []
+    lines = _vertical(marks or {}, axes)
     pointed: list[dict[str, object]] = []
     for item, fine in zip(series, thin, strict=True):
         colour = item.colour % _COLOURS
@@ -161,6 +176,16 @@ def _grid(axes: _Axes, *, x_name: str) -> list[SafeHtml]:
     return parts
 
 
+def _vertical(marks: Mapping[int, str], axes: _Axes) -> list[SafeHtml]:
+    lines = []
+    for step, text in marks.items():
+        across = round(axes.across(step) * _GRID)
+        if 0 <= across <= _GRID:
+            title = element("title", text)
+            lines.append(element("line", title, x1=across, x2=across, y1=0, y2=_GRID, class_="line mark"))
+    return lines
+
+
 def _lines(curve: Curve, axes: _Axes, *, class_: str) -> list[SafeHtml]:
     """Return a line for each run of finite values, and a mark at the bottom for each other value."""
     runs: list[list[str]] = [[]]
@@ -183,8 +208,13 @@ def _spans_powers(series: Iterable[Series]) -> bool:
     return min(values) > 0 and max(values) >= _LOG_FROM * min(values)
 
 
-def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, ...]) -> list[SafeHtml]:
-    """Return a chart for each metric of these kinds, with all stages of one run, or with all runs."""
+def curve_charts(
+    runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, ...], marks: Mapping[int, str] | None = None
+) -> list[SafeHtml]:
+    """Return a chart for each metric of these kinds, with all stages of one run, or with all runs.
+
+    `marks` are texts of vertical lines, by step.
+    """
     names = dict.fromkeys(name for curves in runs.values() for name in curves)
     wanted = [name for name in sorted(names, key=_order) if kind_of_metric(name) in kinds]
     is_comparison = len(runs) > 1
@@ -196,7 +226,7 @@ def curve_charts(runs: Mapping[str, Mapping[str, Curve]], *, kinds: tuple[str, .
                 label, colour = (run, index) if is_comparison else _style(name, members, position)
                 if name in curves:
                     series.append(Series(label, _centred(name, curves[name]), colour))
-        charts.append(chart(base, series, from_zero=kind_of_metric(members[0]) == "memory"))
+        charts.append(chart(base, series, from_zero=kind_of_metric(members[0]) == "memory", marks=marks))
     return charts[:MOST_CHARTS]
 
 

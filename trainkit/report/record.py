@@ -28,6 +28,7 @@ PARTITION = "partition.txt"
 _TAIL_BYTES = 6000
 _TAIL_LINES = 30
 METRICS = "metrics.jsonl"
+RANK_LOSSES = "rank_losses.jsonl"
 _NOT_METRICS = ("step", "time")
 _NUMBERED = re.compile(r"(?<=learning_rate)\.\d+$")  # groups of parameters
 
@@ -46,6 +47,8 @@ class RunData:
     warnings: Sequence[Mapping[str, Any]]
     timeline: Timeline | None
     manifest: Manifest | None
+    rank_losses: Sequence[Mapping[str, Any]]
+    """Who died while the run went on, and from where it did."""
     step_times: Sequence[Mapping[str, Any]]
     profile: Mapping[str, Any]
     partition: str
@@ -115,12 +118,18 @@ def read_run(folder: Path) -> RunData:
         warnings=list(read_lines(folder / WARNINGS)),
         timeline=read_timeline(folder),
         manifest=_manifest(folder / CHECKPOINTS),
+        rank_losses=[loss for loss in read_lines(folder / RANK_LOSSES) if _is_loss(loss)],
         step_times=_in_order(read_lines(folder / STEP_TIMES)),
         profile=_json(folder / PROFILE),
         partition=_text(folder / PARTITION),
         config_diff=read_config_diff(folder),
         logs={path.name: tail for path in sorted(folder.glob("rank_*.log")) if (tail := _tail(path))},
     )
+
+
+def _is_loss(loss: Mapping[str, Any]) -> bool:
+    numbers = (loss.get("step"), loss.get("seconds"))
+    return {"lost", "from", "ranks"} <= loss.keys() and all(isinstance(number, int | float) for number in numbers)
 
 
 def is_run(folder: Path) -> bool:

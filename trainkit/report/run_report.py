@@ -102,7 +102,8 @@ def _tiles(record: RunData) -> SafeHtml:
 
 
 def _learning(record: RunData) -> Section | None:
-    charts = curve_charts({"": record.curves}, kinds=("learning", "optimization"))
+    marks = {int(loss["step"]): str(loss["lost"]) for loss in record.rank_losses}
+    charts = curve_charts({"": record.curves}, kinds=("learning", "optimization"), marks=marks)
     if not charts:
         written = (record.folder / METRICS).is_file()
         hint = "nothing was logged yet" if written else "no metrics.jsonl was written; add the logger jsonl"
@@ -116,8 +117,21 @@ def _learning(record: RunData) -> Section | None:
         "A value of training is the mean since the log point before, and is drawn at the middle of these steps. In a "
         "failed run the losses of rank 0 since the last log point follow, step by step."
     )
-    content = join_html(grid, element("p", note, class_="muted"), final if rows else None)
+    content = join_html(grid, element("p", note, class_="muted"), _rank_losses(record), final if rows else None)
     return Section("learning", "Learning curves", content)
+
+
+def _rank_losses(record: RunData) -> SafeHtml | None:
+    """Return a table of the ranks that died while the run went on, which the charts mark."""
+    if not record.rank_losses:
+        return None
+    rows = [
+        [number(loss["step"]), str(loss["lost"]), str(loss["from"]), f"{loss['seconds']:.1f} s", str(loss["ranks"])]
+        for loss in record.rank_losses
+    ]
+    columns = ["step", "lost", "went on from", "after", "ranks"]
+    summary = element("summary", f"ranks lost {_counted(len(rows), 'time', 's')}, marked in the charts")
+    return element("details", summary, table(columns, rows), open=True)
 
 
 def _speed(record: RunData) -> Section | None:
