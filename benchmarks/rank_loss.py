@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -145,7 +146,7 @@ def step_seconds(policy: str, width: int, depth: int) -> float:
     )
     trainer.fit(Normalized(width, depth), Data(train=TensorDataset(torch.randn(4096, width)), batch_size=64))
     ends = durations.ends[100:]
-    return median(end - start for start, end in zip(ends, ends[1:], strict=False))
+    return median(end - start for start, end in pairwise(ends))
 
 
 def compare_steps(rounds: int) -> None:

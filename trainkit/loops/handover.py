@@ -10,8 +10,9 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from trainkit.data.batch import StepBatch
@@ -45,16 +46,23 @@ class UndoableStep:
         self._run = run
         self._is_begun = self._is_updating = False
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []  # where the buffers of modules are
+        self._copies: list[Tensor] = []  # of the buffers
         self._extra: list[nn.Module] = []  # modules with an extra state
         self._metrics: list[nn.Module] = []
-        self._kept: tuple[list[Tensor | None], list[Any], Any] = [], [], None
+        self._kept: tuple[list[Any], Any] = [], None  # copies of these states
         run.undo_step = self.undo
 
     def find_state(self) -> None:
         """Find what a step may change; called when a module has registered something."""
         # Not in each step, which would take as long as a small step itself.
         task = self._run.task
-        self._buffers = [(module._buffers, name) for module in task.modules() for name in module._buffers]
+        self._buffers = [
+            (module._buffers, name)
+            for module in task.modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None and not tensor.is_meta
+        ]
+        self._copies = []
         self._extra = [m for m in task.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
         self._metrics = metric_modules(self._run.strategy, task)
 
@@ -71,14 +79,23 @@ class UndoableStep:
     ) -> list[StepOutput]:
         if not self._is_begun:  # the first phase of the step
             self._is_begun = True
-            tensors = [buffers[name] for buffers, name in self._buffers]
+            self._keep_buffers()
             # Without random generators: those of the dead rank are lost, and all get new seeds.
             self._kept = (
-                [None if tensor is None else tensor.detach().clone() for tensor in tensors],
                 [deepcopy(module.get_extra_state()) for module in self._extra],
                 preserve_state(self._metrics) if self._metrics else None,
             )
         return forward_backward(batch)
+
+    def _keep_buffers(self) -> None:
+        tensors = [cast(Tensor, buffers[name]) for buffers, name in self._buffers]
+        # A copy of another shape would be broadcast. Sparse tensors have no fixed number of values.
+        shapes = [tensor.shape for tensor in tensors if not tensor.is_sparse]
+        if shapes != [copy.shape for copy in self._copies]:
+            self._copies = [tensor.detach().clone() for tensor in tensors]
+        elif tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, tensors)  # in a third of the time of single copies
 
     def _update(self, update: Callable[[], Tensor | None]) -> Tensor | None:
         self._is_updating = True
@@ -95,10 +112,10 @@ class UndoableStep:
     def undo(self) -> bool:
         """Return to the end of the last step; return False if the state is that of no step."""
         if self._is_begun and not self._is_updating:
-            tensors, extra_states, metric_states = self._kept
+            extra_states, metric_states = self._kept
             # Not copied into the buffers, which the step may have replaced.
-            for (buffers, name), tensor in zip(self._buffers, tensors, strict=True):
-                buffers[name] = tensor
+            for (buffers, name), copy in zip(self._buffers, self._copies, strict=True):
+                buffers[name] = copy
             for module, state in zip(self._extra, extra_states, strict=True):
                 module.set_extra_state(state)
             if metric_states is not None:
