@@ -54,8 +54,8 @@ gpu-pack: $(READY) ## the wheels that `make gpu` needs on a machine without a ne
 gpu: ## try everything on a real GPU, in stages: make gpu STAGES='install parity' ARGS=--again
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m tests.gpu $(STAGES) $(ARGS)
 
-torture: $(READY) ## 200 kills of a training process and of one that only saves, and links that are cut: half an hour or more
-	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)
+torture: $(READY) ## 200 kills of a training process, of one that only saves and of ranks, and links that are cut: half an hour or more
+	TRAINKIT_KILLS=200 $(BIN)/python -m pytest tests/reliability/test_rank_loss.py tests/reliability/test_torture.py tests/reliability/test_checkpoint_files.py tests/reliability/test_links.py $(ARGS)
 
 zoo: $(READY) ## every task of the zoo under every schedule and strategy, on 2 and 4 ranks: an hour
 	TRAINKIT_ZOO=all $(PYTEST) --dist load --maxschedchunk 4 tests/strategies tests/model tests/parity --durations=6 $(ARGS)

@@ -19,6 +19,7 @@ from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ from trainkit.distributed.collectives import ProcessGroupCollectives, broadcast,
 from trainkit.distributed.failure_store import RankWatchdog
 from trainkit.distributed.launcher import RankEnvironment, environment_of_caller, join_store, launch_ranks
 from trainkit.distributed.rank_log import log_copied
-from trainkit.distributed.rank_loss import OnRankLoss, Recovery
+from trainkit.distributed.rank_loss import OnRankLoss, Recovery, SavedStep
 from trainkit.distributed.rendezvous import fresh_store, store_of_environment, variables_of_task
 from trainkit.errors import UserError
 from trainkit.metrics.step_output import StepOutput, read_training_output
@@ -85,8 +86,8 @@ class MultiProcessStrategy(Strategy):
         timeout_seconds: Seconds to wait for another rank.
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
         launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
-        on_rank_loss: After the death of a rank that the local launcher has started: `stop` ends the run, `replace`
-            starts as many ranks again, `continue` as many as have survived.
+        on_rank_loss: After the death of a rank: `stop` ends the run, `replace` starts as many ranks again, `continue`
+            as many as have survived; `auto`: `replace`, for ranks that the local launcher has started.
         max_rank_losses: Losses in a row without a new step, after which the run ends.
         process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 
@@ -105,7 +106,7 @@ class MultiProcessStrategy(Strategy):
     timeout_seconds: Annotated[float, Gt(0), Unit("seconds")] = 1800.0
     backend: str = "auto"
     launcher: str = "local"
-    on_rank_loss: OnRankLoss = "stop"
+    on_rank_loss: OnRankLoss = "auto"
     max_rank_losses: Annotated[int, Ge(1)] = 3
     process_group: dist.ProcessGroup | None = None
 
@@ -123,7 +124,7 @@ class MultiProcessStrategy(Strategy):
                 "the ranks passed to torch.distributed.new_group can train in it."
             )
         check_choice("launcher", self.launcher, ("local", "ray"))
-        if self.on_rank_loss != "stop" and self.launcher == "ray":
+        if self.on_rank_loss in ("continue", "replace") and self.launcher == "ray":
             raise UserError(
                 f"on_rank_loss={self.on_rank_loss} is for ranks of the local launcher: launcher=ray starts lost ranks "
                 "again from the last checkpoint anyway. Set strategy.on_rank_loss=stop."
@@ -187,7 +188,7 @@ class MultiProcessStrategy(Strategy):
                 f"device{'s' * (num_devices != 1)}; set strategy.devices={max(num_devices // per_rank, 1)}, or "
                 "strategy.device=cpu."
             )
-        if self.on_rank_loss != "stop" and _is_joining():
+        if self.on_rank_loss in ("continue", "replace") and _is_joining():
             raise UserError(
                 f"on_rank_loss={self.on_rank_loss} is for ranks that trainkit starts, and these were started by "
                 "torchrun or srun, which end the others too. Set strategy.on_rank_loss=stop, and let torchrun start "
@@ -229,36 +230,48 @@ class MultiProcessStrategy(Strategy):
         """Return the name of a process in messages."""
         return f"rank {process}"
 
-    def launch(self, run: Callable[[], T]) -> T:
-        """Call `run` on every rank and return its value on rank 0 (under torchrun: on this rank)."""
+    def launch(self, run: Callable[[], T], *, repeats: bool = False) -> T:
+        """Call `run` on every rank and return its value on rank 0 (under torchrun: on this rank).
+
+        `repeats` allows to call it again after the loss of a rank.
+        """
         if _is_joining():  # every process of torchrun calls `launch`, so there is nobody else to start them
             with ExitStack() as self._while_joined:
                 self._while_joined.callback(setattr, self, "_while_joined", None)
                 return self._run_or_publish(run)
+        saved = partial(self._saved, after=self._last_number())
         launch: Callable[..., T] = partial(launch_ranks, log_dir=self.log_dir, name_of=self.rank_name)
         if self.launcher == "ray":
             from trainkit.distributed.ray_launcher import launch_on_ray
 
             on_gpus = self._device_kind() != "cpu"
             environment = environment_of_caller(self.log_dir)
-            launch = partial(launch_on_ray, environment=environment, on_gpus=on_gpus, saved_step=self._saved_step)
-        elif self.on_rank_loss != "stop":
+            launch = partial(launch_on_ray, environment=environment, on_gpus=on_gpus, saved=saved)
+        elif repeats and self.on_rank_loss != "stop":
             recovery = Recovery(
-                keeps_ranks=self.on_rank_loss == "replace",
+                keeps_ranks=self.on_rank_loss != "continue",
                 hands_over=self.hands_over,
                 max_losses=self.max_rank_losses,
-                saved_step=self._saved_step,
+                saved=saved,
             )
             launch = partial(launch, recovery=recovery)
         run = partial(self._run_or_publish, run)
         return launch(run, num_ranks=self.num_ranks(), enter=self._enter, signals=self.stop_signals)
 
-    def _saved_step(self) -> int:
-        """Return the step of the latest complete checkpoint of the run, -1 without one."""
+    def _last_number(self) -> int:
+        """Return the number of the last checkpoint of an earlier run in this folder, or of steps that are repeated."""
+        if self.log_dir is None or not self.log_dir.exists():  # then the import would only cost time
+            return 0
+        from trainkit.run_dir.resume_auto import last_number
+
+        return last_number(self.log_dir)
+
+    def _saved(self, *, after: int) -> SavedStep | None:
+        """Return the latest complete checkpoint of this run, whose number in the run folder is above `after`."""
         from trainkit.run_dir.resume_auto import latest_complete
 
         entry = None if self.log_dir is None else latest_complete(self.log_dir)
-        return -1 if entry is None else entry.step
+        return None if entry is None or entry.number <= after else SavedStep(entry.step, entry.path)
 
     def _device_kind(self) -> str:
         """Return the kind of device of the ranks; a Ray cluster may have GPUs that the caller lacks."""
@@ -269,6 +282,7 @@ class MultiProcessStrategy(Strategy):
     def _enter(self, environment: RankEnvironment) -> None:
         """Become the rank of the environment; called first in a started process."""
         self._environment, self.attempt, self.handover = environment, environment.attempt, environment.handover
+        self.restart_from = None if environment.checkpoint is None else Path(environment.checkpoint)
 
     def _run_or_publish(self, run: Callable[[], T]) -> T:
         """Run; publish an error for the ranks that wait for this one."""

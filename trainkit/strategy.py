@@ -60,6 +60,8 @@ class Strategy:
 
     attempt: int = 0
     """Number of times that the ranks of this run were lost and started again."""
+    restart_from: Path | None = None
+    """The last checkpoint that this run saved before its ranks were lost."""
     handover: Handover | None = None
     """What the ranks of this run go on from, and where they leave it; `None` if the loss of a rank ends the run."""
     supports_module_hooks: bool = True
@@ -135,8 +137,11 @@ class Strategy:
         """
         return pick(self._requested_device).type
 
-    def launch(self, run: Callable[[], T]) -> T:
-        """Call `run` on every rank and return what it returned on rank 0."""
+    def launch(self, run: Callable[[], T], *, repeats: bool = False) -> T:
+        """Call `run` on every rank and return what it returned on rank 0.
+
+        `repeats` allows to call it again after the loss of a rank; it then goes on from `handover` or `restart_from`.
+        """
         return run()
 
     def setup(self, precision: Precision) -> None:

@@ -285,7 +285,7 @@ class Trainer:
             copy = self._remote_copy(run_dir, remote, resumes=resume is not None)
             # The report is written before the copying ends, so that it is copied too.
             with nullcontext() if copy is None else copy.copying(), self._reported(run_dir):
-                result = self.strategy.launch(work)
+                result = self.strategy.launch(work, repeats=True)
         except KeyboardInterrupt:
             if self.strategy.comm.is_main:
                 logger.warning(_interrupt_hint(location, self.launch.resume_command))

@@ -36,6 +36,7 @@ from trainkit.distributed.rank_loss import (
     START_SECONDS,
     Handover,
     Recovery,
+    SavedStep,
 )
 from trainkit.errors import UserError
 
@@ -54,11 +55,13 @@ class Fragile(TaskModule):
         super().__init__()
         self.network = network()
         self.register_buffer("steps_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("growing", torch.zeros(1))
         self.folder, self.deaths, self.seconds, self.extra = folder, deaths, seconds, 0
 
     def training_step(self, batch: Any) -> Any:
         self.steps_seen += 1
         self.extra += 1
+        self.growing = torch.full((int(self.steps_seen),), float(self.steps_seen))
         time.sleep(self.seconds)
         die(self, "forward", int(self.steps_seen))
         loss = self.network(batch[0]).square().mean()
@@ -120,6 +123,9 @@ class Bookkeeper(Callback):
 
     def on_epoch_end(self, run: Any) -> None:
         self.calls["epoch"] += 1
+        handover = run.strategy.handover
+        if run.state.step == STEPS and handover is not None and handover.newest() is not None:
+            self.calls["states that still take memory"] += 1
         die(run.task, "epoch end", run.state.step)
 
     def on_step_complete(self, run: Any) -> None:
@@ -181,6 +187,8 @@ def assert_undisturbed(task: Fragile, result: Any, bookkeeper: Bookkeeper | None
     for name, weight in weights.items():
         torch.testing.assert_close(task.network.state_dict()[name], weight, rtol=0, atol=1e-12)
     assert (int(task.steps_seen), task.extra) == ((0, 0) if isinstance(task, Staged) else (STEPS, STEPS))
+    if not isinstance(task, Staged):
+        assert torch.equal(task.growing, torch.full((STEPS,), float(STEPS)))
     if bookkeeper is not None:
         assert bookkeeper.calls == CALLS
         for name, weight in average.items():
@@ -343,8 +351,49 @@ def test_a_state_without_room_in_memory_goes_to_the_next_folder(tmp_path: Path) 
     assert newest is not None and newest.path.parent == folder
 
 
+def test_folders_of_killed_programs_are_removed_and_those_in_use_are_not(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("trainkit.distributed.rank_loss.SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+    abandoned, young = tmp_path / "trainkit-handover-1-a", tmp_path / "trainkit-handover-1-b"
+    for folder in (abandoned, young):
+        folder.mkdir()
+        (folder / "000000000003.pt").touch()
+    os.utime(abandoned, (0, 0))
+    with recovery().entered() as used:
+        for folder in used.folders:
+            os.utime(folder, (0, 0))
+        with recovery().entered():
+            assert all(Path(folder).is_dir() for folder in used.folders)
+            assert not abandoned.exists()
+            assert young.exists()
+    assert list(tmp_path.glob("trainkit-handover-*")) == [young]
+
+
+def test_a_rank_that_dies_after_the_end_of_the_run_changes_nothing(tmp_path: Path) -> None:
+    class DiesLate(Bookkeeper):
+        def close(self) -> None:
+            if os.environ.get("RANK") == "1":
+                (tmp_path / f"{os.getpid()}").touch()
+                time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    task = Fragile(tmp_path)
+    data = Data(train=TensorDataset(INPUTS), batch_size=BATCH, shuffle=False)
+    trainer = Trainer(
+        ddp(devices=2, on_rank_loss="replace"),
+        max_duration=f"{EPOCHS}epoch",
+        callbacks=[DiesLate()],
+        loggers=[],
+        run_dir=None,
+    )
+    result = trainer.fit(task, data)
+    assert len(list(tmp_path.iterdir())) == 1  # one start
+    assert_undisturbed(task, result)
+
+
 def recovery(**settings: Any) -> Recovery:
-    return Recovery(**{"keeps_ranks": True, "hands_over": True, "max_losses": 2, "saved_step": lambda: -1} | settings)
+    return Recovery(**{"keeps_ranks": True, "hands_over": True, "max_losses": 2, "saved": lambda: None} | settings)
 
 
 def test_losses_count_only_while_no_new_step_is_reached() -> None:
@@ -358,11 +407,12 @@ def test_losses_count_only_while_no_new_step_is_reached() -> None:
 
 
 def test_a_checkpoint_later_than_what_survivors_have_is_gone_on_from() -> None:
-    decides = recovery(saved_step=lambda: 7)
+    decides = recovery(saved=lambda: SavedStep(7, Path("step_7")))
     with decides.entered() as handover:
         handover.save({}, step=6)
         started = decides.after(["rank 1"], since=0.0)
         assert started is not None and started.source is None
+        assert decides.checkpoint == "step_7"
         handover.save({}, step=8)
         started = decides.after(["rank 1"], since=0.0)
         assert started is not None and started.source is not None

@@ -79,6 +79,7 @@ class RankEnvironment:
     store_token: str = field(default="", repr=False)  # before every key; known only to the ranks
     attempt: int = 0  # number of earlier starts
     handover: Handover | None = None  # None: a lost rank ends the run
+    checkpoint: str | None = None  # that this run has saved before an earlier start ended
 
 
 @dataclass(slots=True)
@@ -131,6 +132,8 @@ def launch_ranks(
             lost = [] if recovery is None or received else _lost_ranks(outcomes)
             if recovery is None or not lost:
                 break
+            if outcomes[0].failure is None:  # the run was complete
+                return outcomes[0].value  # type: ignore[no-any-return]
             names = [f"{name_of(o.rank)} (pid {o.pid}) {o.failure}".replace("the process ", "") for o in lost]
             handover = recovery.after(names, since=min(o.seconds for o in lost))
             remaining = len(outcomes) if recovery.keeps_ranks else len(outcomes) - len(lost)
@@ -142,6 +145,7 @@ def launch_ranks(
                 attempt=environment.attempt + 1,
                 store_token=secrets.token_hex(16),  # keys of the former ranks must not be read
                 handover=handover,
+                checkpoint=recovery.checkpoint,
             )
     _raise_first_failure(outcomes, received, name_of)
     value: T = outcomes[0].value

@@ -15,27 +15,32 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from filelock import Timeout
 
 from trainkit.files import file_lock
+from trainkit.tree import num_bytes, tensors_in
 
 logger = logging.getLogger(__name__)
 
-OnRankLoss = Literal["stop", "continue", "replace"]
+OnRankLoss = Literal["auto", "stop", "continue", "replace"]
 
 SHARED_MEMORY = "/dev/shm"  # a file there is memory that outlives its process
 # For survivors to end after a loss: before the first step, when they have a state, and while none is handed over yet.
 START_SECONDS, END_SECONDS, SAVE_SECONDS = 0.5, 5.0, 60.0  # the last one may be in the middle of a long step
-_REFUSED, _BEGUN = "refused", "begun"
+_REFUSED, _BEGUN, _IN_USE = "refused", "begun", "in_use"
+_PREFIX = "trainkit-handover-"
+_ABANDONED_SECONDS = 60.0  # after which a folder that nobody has locked is one of a killed process
 
 
-class HandedOver(NamedTuple):
+class SavedStep(NamedTuple):
     """The state of a run after a step, in a file."""
 
     step: int
@@ -49,7 +54,7 @@ class Handover:
     folders: tuple[str, ...]
     """Private to the run. A later one is used if there is no room in an earlier one."""
     source: str | None = None
-    """The file to go on from; `None`: the last checkpoint, or the start."""
+    """The state to go on from; `None`: the last checkpoint, or the start."""
     lost: str = ""
     """Who died, and how, before this start."""
     since: float = 0.0
@@ -69,7 +74,10 @@ class Handover:
                 self._write(state, f"{step:012d}.pt")
 
     def _write(self, state: dict[str, Any], name: str) -> None:
-        for folder in self.folders:
+        size = num_bytes(tensors_in(state))
+        # A rank is often killed because memory is short: a copy in memory would cost the next one.
+        is_short = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * size
+        for folder in self.folders[-1:] if is_short else self.folders:
             path = Path(folder, name)
             part = path.with_suffix(".part")
             try:
@@ -96,9 +104,9 @@ class Handover:
         if self.source is not None:
             Path(self.source).unlink(missing_ok=True)
 
-    def newest(self) -> HandedOver | None:
+    def newest(self) -> SavedStep | None:
         """Return the state of the latest step."""
-        states = [HandedOver(int(path.stem), path) for folder in self.folders for path in Path(folder).glob("*.pt")]
+        states = [SavedStep(int(path.stem), path) for folder in self.folders for path in Path(folder).glob("*.pt")]
         return max(states, default=None)
 
     def begin(self) -> None:
@@ -120,6 +128,17 @@ class Handover:
         return Path(self.folders[0], _REFUSED).exists()
 
 
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the folders of processes that were killed, which hold memory."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError, Timeout):
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                with file_lock(folder / _IN_USE, timeout=0) as error:
+                    is_abandoned = error is None
+                if is_abandoned:
+                    shutil.rmtree(folder)
+
+
 @dataclass(kw_only=True)
 class Recovery:
     """Decides, in the process that starts ranks, what follows a loss."""
@@ -130,9 +149,11 @@ class Recovery:
     """Each rank has the whole state of the run."""
     max_losses: int
     """Losses in a row without a new step that are survived."""
-    saved_step: Callable[[], int]
-    """Returns the step of the last checkpoint, -1 without one."""
+    saved: Callable[[], SavedStep | None]
+    """Returns the last checkpoint of this run, `None` without one."""
     handover: Handover = field(default=Handover(()), init=False)
+    checkpoint: str | None = field(default=None, init=False)
+    """The last checkpoint, when the last loss was handled."""
     _reached: int = field(default=-1, init=False)  # the last step that a loss has left
     _losses: int = field(default=0, init=False)  # in a row, that have left no later one
 
@@ -140,20 +161,24 @@ class Recovery:
     def entered(self) -> Iterator[Handover]:
         """Return what the first ranks get; no file is left behind."""
         parents = [SHARED_MEMORY] if os.access(SHARED_MEMORY, os.W_OK) else []
-        prefix = f"trainkit-handover-{os.getpid()}-"
-        # Private to the user, as a state is unpickled.
-        folders = [tempfile.mkdtemp(prefix=prefix, dir=parent) for parent in [*parents, None]]
-        self.handover = Handover(tuple(folders), replaces=self.keeps_ranks)
-        try:
+        with ExitStack() as stack:
+            folders = []
+            for parent in (*parents, tempfile.gettempdir()):
+                _remove_abandoned(Path(parent))
+                # Private to the user, as a state is unpickled.
+                folders.append(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+                stack.callback(shutil.rmtree, folders[-1], ignore_errors=True)
+                stack.enter_context(file_lock(Path(folders[-1], _IN_USE)))
+            self.handover = Handover(tuple(folders), replaces=self.keeps_ranks)
             yield self.handover
-        finally:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
 
-    def write(self, payload: bytes) -> Path:
-        """Return a file with what all ranks get."""
+    def write(self, payload: bytes) -> bytes | Path:
+        """Return a file with what all ranks get, or the payload itself if there is no room for it."""
         path = Path(self.handover.folders[-1], "payload")
-        path.write_bytes(payload)
+        try:
+            path.write_bytes(payload)
+        except OSError:
+            return payload
         return path
 
     def patience(self) -> float:
@@ -166,13 +191,14 @@ class Recovery:
 
     def after(self, lost: Sequence[str], *, since: float) -> Handover | None:
         """Return what the next ranks get; `None` if the run ends."""
-        newest, saved_step = self.handover.newest(), self.saved_step()
-        reached = max(saved_step, -1 if newest is None else newest.step)
+        newest, saved = self.handover.newest(), self.saved()
+        reached = max(-1 if state is None else state.step for state in (newest, saved))
         self._losses = 1 if reached > self._reached else self._losses + 1
         self._reached = max(reached, self._reached)
         # A bug that kills ranks, such as a batch that takes too much memory, would kill them for ever.
         if self._losses > self.max_losses:
             return None
         Path(self.handover.folders[0], _BEGUN).unlink(missing_ok=True)
-        source = str(newest.path) if newest is not None and newest.step >= saved_step else None
+        self.checkpoint = None if saved is None else str(saved.path)
+        source = str(newest.path) if newest is not None and newest.step == reached else None
         return Handover(self.handover.folders, source, " and ".join(lost), since, self.keeps_ranks)

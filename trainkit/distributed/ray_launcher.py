@@ -33,6 +33,7 @@ from trainkit.distributed.launcher import (
 )
 from trainkit.distributed.pickling import pickled, unpickled
 from trainkit.distributed.rank_log import log_copied
+from trainkit.distributed.rank_loss import SavedStep
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError
 from trainkit.signals import recorded_signals
@@ -90,11 +91,11 @@ def launch_on_ray(
     environment: RankEnvironment,
     signals: Sequence[int],
     on_gpus: bool,
-    saved_step: Callable[[], int],
+    saved: Callable[[], SavedStep | None],
 ) -> T:
     """Return the value of `run` on rank 0 of `num_ranks` actors, or of fewer after a node was lost.
 
-    `saved_step` returns the step of the checkpoint that a new start would resume from, -1 without one.
+    `saved` returns the last checkpoint of this run, from which a new start goes on; `None` without one.
     """
     # By value, as actors on other nodes may not be able to import the caller's script.
     payload = pickled((enter, run), main_by_value=True)
@@ -109,12 +110,13 @@ def launch_on_ray(
                     value: T = ranks.run(payload, started, received)
                     return value
                 except RayRanksLost as lost:
-                    step = saved_step()
+                    last = saved()
                     # Without a later checkpoint the next start would end at the same step, and so on forever.
-                    if step <= reached or received:
+                    if last is None or last.step <= reached or received:
                         raise
-                    attempt, reached = attempt + 1, step
-                    logger.warning("%s Resuming from step %d on the remaining nodes.", lost, step)
+                    attempt, reached = attempt + 1, last.step
+                    environment = replace(environment, checkpoint=str(last.path))
+                    logger.warning("%s Resuming from step %d on the remaining nodes.", lost, last.step)
 
 
 class _Ranks(NamedTuple):

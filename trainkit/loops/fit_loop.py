@@ -280,7 +280,8 @@ class FitLoop:
         if run.strategy.handover is not None:
             run.strategy.handover.begin()
             # Ranks read other shards of an iterable dataset, and only they know how far.
-            if run.strategy.hands_over and isinstance(self._loader, MapBatchLoader):
+            has_survivors = run.strategy.hands_over and run.strategy.comm.num_processes > 1
+            if has_survivors and isinstance(self._loader, MapBatchLoader):
                 from trainkit.loops.handover import UndoableStep
 
                 self._undoable = UndoableStep(run)

@@ -89,9 +89,9 @@ class UndoableStep:
 
     def _keep_buffers(self) -> None:
         tensors = [cast(Tensor, buffers[name]) for buffers, name in self._buffers]
-        # A copy of another shape would be broadcast. Sparse tensors have no fixed number of values.
-        shapes = [tensor.shape for tensor in tensors if not tensor.is_sparse]
-        if shapes != [copy.shape for copy in self._copies]:
+        # Into another shape a copy would be broadcast. Sparse tensors have no fixed number of values.
+        fits = [tensor.shape for tensor in tensors] == [copy.shape for copy in self._copies]
+        if not fits or not all([tensor.layout is torch.strided for tensor in tensors]):
             self._copies = [tensor.detach().clone() for tensor in tensors]
         elif tensors:
             with torch.no_grad():
@@ -135,7 +135,9 @@ def hand_over(run: Run, error: BaseException) -> bool:
     if not is_consequence(error):
         handover.refuse()
         return False
-    if run.undo_step is None or handover.is_refused or not run.undo_step():
+    if handover.is_refused:  # by a rank with an error of its own, which this one follows from
+        return False
+    if run.undo_step is None or not run.undo_step():
         return True
     comm = strategy.comm
     # A process by itself: the others are gone, and each of them has the same state.

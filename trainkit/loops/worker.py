@@ -323,14 +323,9 @@ def _callbacks_of(task: TaskModule) -> Sequence[Callback]:
 
 
 def _start_of(run: Run, checkpoint: Path | None) -> Path | None:
-    """Return the checkpoint to resume: this run's own folder, if its ranks were lost and started again."""
+    """Return the checkpoint to resume: that of this run, if its ranks were lost and started again."""
     # The ranks were lost after they had saved more than the checkpoint that the user named.
-    if run.strategy.attempt and run.is_main and run.run_dir is not None:
-        from trainkit.run_dir.resume_auto import latest_complete
-
-        if latest_complete(run.run_dir) is not None:
-            return run.run_dir
-    return checkpoint
+    return run.strategy.restart_from or checkpoint
 
 
 def _prepare_data(run: Run, config: FitConfig) -> EvaluationLoop | None:

@@ -64,6 +64,12 @@ def latest_complete(run_dir: Path) -> CheckpointEntry | None:
     return None
 
 
+def last_number(run_dir: Path) -> int:
+    """Return the number of the checkpoint that was saved last into a run folder, 0 without one."""
+    folder = run_dir / CHECKPOINTS
+    return max((entry.number for entry in CheckpointStore(folder).entries()), default=0) if folder.is_dir() else 0
+
+
 def _newest_first(folder: Path) -> list[Path]:
     """Return the folders `<date_time>` and `<date_time>_<n>` without those of sweeps, which hold other runs."""
     if not folder.is_dir():
