@@ -211,6 +211,10 @@ class FitLoop:
         run.pending_hooks = _AFTER_EPOCH if batch.ends_epoch else _AFTER_STEP
         if self._undoable is not None:
             self._undoable.end()
+        if run.handed_over and run.strategy.handover is not None:
+            # Not before: another loss would have needed it again.
+            run.strategy.handover.discard()
+            run.handed_over = False
 
     def warn_skipped_steps(self, bad: Sequence[int] = ()) -> None:
         """Warn about the steps skipped since the last call; waits for the device. Collective."""

@@ -104,10 +104,6 @@ class UndoableStep:
     def end(self) -> None:
         """End the step, which is counted."""
         self._is_begun = self._is_updating = False
-        if self._run.strategy.handover is not None and self._run.handed_over:
-            # Only now: until all ranks have made a step, another loss would need it again.
-            self._run.strategy.handover.discard()
-            self._run.handed_over = False
 
     def undo(self) -> bool:
         """Return to the end of the last step; return False if the state is that of no step."""
