@@ -246,8 +246,7 @@ class Strategy:
         shard_size = -(-batch_size // world_size)  # the largest of all ranks
         if self.accumulate is not None:
             error = split_error(batch_size, accumulate=self.accumulate, world_size=world_size)
-            # The ranks that remain after a loss take what there is.
-            if even and error is not None and not self.attempt:
+            if even and error is not None:
                 raise UserError(error)
             size = -(-shard_size // self.accumulate)
         else:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp.strategy import DDPStrategy
 from trainkit.strategies.fsdp.strategy import FSDPStrategy
@@ -268,6 +268,91 @@ def test_ranks_that_hold_a_part_only_go_back_to_the_last_checkpoint(strategy: An
     assert [line["step"] for line in lines] == [0, 10]
 
 
+class Meets(Callback):
+    """Has collectives in its hooks, in which the survivors find that a rank is gone."""
+
+    def on_step_end(self, run: Any) -> None:
+        die(run.task, "in step end", run.state.step)
+        run.strategy.comm.barrier()
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        die(run.task, "in evaluation end", run.state.step)
+        run.strategy.comm.barrier()
+
+    def on_step_complete(self, run: Any) -> None:
+        die(run.task, "in step complete", run.state.step)
+        run.strategy.comm.barrier()
+
+
+def test_each_hook_is_called_once_before_and_after_an_interrupted_one(tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("in step end", 1, 5), ("in evaluation end", 0, 8), ("in step complete", 1, 12)))
+    last = Bookkeeper()
+    result, first = fit(ddp(devices=2), task, None, callbacks=[Meets(), last])
+    assert result.rank_losses == 3
+    for bookkeeper in (first, last):
+        assert_undisturbed(task, result, bookkeeper)
+
+
+def test_a_loss_between_two_updates_of_a_step_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    class Searching(Fragile):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+        def training_step(self, batch: Any) -> Any:
+            self.extra += torch.is_grad_enabled()
+            die(self, "search", self.extra)
+            return self.network(batch[0]).square().mean()
+
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    for _ in range(EPOCHS):
+        for batch in INPUTS.split(BATCH):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(batch).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    task = Searching(tmp_path, (("search", 1, 4 * 6 + 3),))
+    result, _ = fit(ddp(devices=2), task, tmp_path / "run", callbacks=[Checkpoint(every="5step")])
+    assert result.rank_losses == 1
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(task.network.state_dict()[name], weight, rtol=0, atol=1e-9)
+    (loss,) = (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()
+    assert json.loads(loss)["step"] == 5
+
+
+def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_gone_on_from(tmp_path: Path) -> None:
+    strategy = partial(FSDPStrategy, devices=2, device="cpu")
+    fit(strategy(), Fragile(tmp_path), tmp_path / "run", callbacks=[Checkpoint(every="5step")])
+    task = Fragile(tmp_path, (("step end", 1, 3),))
+    result, _ = fit(strategy(), task, tmp_path / "run", callbacks=[Checkpoint(every="5step")])
+    assert_undisturbed(task, result)
+    (loss,) = (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()
+    assert json.loads(loss)["from"] == "the start"
+
+
+def test_ranks_that_read_a_stream_go_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            return iter([(row,) for row in INPUTS])
+
+    task = Fragile(tmp_path, (("forward", 1, 9),))
+    trainer = Trainer(
+        ddp(devices=2),
+        max_duration=f"{STEPS}step",
+        callbacks=[Checkpoint(every="5step")],
+        loggers=[],
+        run_dir=tmp_path / "run",
+    )
+    result = trainer.fit(task, Data(train=Stream(), batch_size=BATCH))
+    assert_undisturbed(task, result)
+    (loss,) = (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()
+    assert json.loads(loss)["step"] == 5
+
+
 def test_an_error_in_user_code_ends_the_run_although_ranks_would_be_replaced(tmp_path: Path) -> None:
     class Wrong(Fragile):
         def training_step(self, batch: Any) -> Any:
@@ -300,11 +385,13 @@ def test_a_rank_that_exits_by_itself_is_not_replaced(tmp_path: Path) -> None:
     class Leaves(Fragile):
         def training_step(self, batch: Any) -> Any:
             if os.environ.get("RANK") == "1":
+                (self.folder / f"{os.getpid()}").touch()
                 os._exit(3)
             return super().training_step(batch)
 
     with pytest.raises(RankFailure, match="exit code 3"):
         fit(ddp(devices=2, on_rank_loss="replace"), Leaves(tmp_path), None)
+    assert len(list(tmp_path.iterdir())) == 1  # one start
 
 
 def test_settings_that_have_no_effect_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
