@@ -115,41 +115,55 @@ def launch_ranks(
     `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
     """
     _check_not_importing()
-    payload: bytes | Path = pickled((enter, run), main_by_value=not _is_main_a_file())
+    content = pickled((enter, run), main_by_value=not _is_main_a_file())
+    payload: bytes | Path = content
     # In the caller, which outlives every rank: a rank can still read why another one failed.
     store = store_at("127.0.0.1")
     environment = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
+    patience: float | Callable[[], float] = GRACE_SECONDS
     with recorded_signals(signals) as received, ExitStack() as stack:
         if recovery is not None:
+            patience = recovery.patience
             environment = replace(environment, handover=stack.enter_context(recovery.entered()))
-            # In a pipe it would be sent at each start, to each rank, and a rank that dies meanwhile would break it.
-            payload = recovery.write(payload)
+            # In a pipe it would be sent to each rank at each start, and one that dies meanwhile would break the pipe.
+            payload = recovery.write(content)
         while True:
             ranks = range(environment.world_size)
             calls = [partial(_run_rank, payload, replace(environment, rank=rank)) for rank in ranks]
-            patience = GRACE_SECONDS if recovery is None else recovery.patience
             outcomes = run_processes(calls, patience=patience, received=received)
-            lost = [] if recovery is None or received else _lost_ranks(outcomes)
-            if recovery is None or not lost:
+            next_environment = None
+            if recovery is not None and not received and outcomes[0].failure is not None:  # else the run is complete
+                next_environment = _after_loss(environment, outcomes, recovery, name_of)
+            if next_environment is None:
                 break
-            if outcomes[0].failure is None:  # the run was complete
-                return outcomes[0].value  # type: ignore[no-any-return]
-            names = [f"{name_of(o.rank)} (pid {o.pid}) {o.failure}".replace("the process ", "") for o in lost]
-            handover = recovery.after(names, since=min(o.seconds for o in lost))
-            remaining = len(outcomes) if recovery.keeps_ranks else len(outcomes) - len(lost)
-            if handover is None or not remaining:
-                break
-            environment = replace(
-                environment,
-                world_size=remaining,
-                attempt=environment.attempt + 1,
-                store_token=secrets.token_hex(16),  # keys of the former ranks must not be read
-                handover=handover,
-                checkpoint=recovery.checkpoint,
-            )
-    _raise_first_failure(outcomes, received, name_of)
+            environment = next_environment
+    is_complete = outcomes[0].failure is None and recovery is not None and bool(_lost_ranks(outcomes))
+    if not is_complete:
+        _raise_first_failure(outcomes, received, name_of)
     value: T = outcomes[0].value
     return value
+
+
+def _after_loss(
+    environment: RankEnvironment, outcomes: Sequence[Outcome], recovery: Recovery, name_of: Callable[[int], str]
+) -> RankEnvironment | None:
+    """Return the environment of the ranks that are started after a loss; `None` if the run ends."""
+    lost = _lost_ranks(outcomes)
+    num_ranks = len(outcomes) if recovery.keeps_ranks else len(outcomes) - len(lost)
+    if not lost or not num_ranks:
+        return None
+    names = [f"{name_of(o.rank)} (pid {o.pid}) {o.failure}".replace("the process ", "") for o in lost]
+    handover = recovery.after(names, since=min(o.seconds for o in lost))
+    if handover is None:
+        return None
+    return replace(
+        environment,
+        world_size=num_ranks,
+        attempt=environment.attempt + 1,
+        store_token=secrets.token_hex(16),  # keys of the former ranks must not be read
+        handover=handover,
+        checkpoint=recovery.checkpoint,
+    )
 
 
 def environment_of_caller(log_dir: Path | None) -> RankEnvironment:
