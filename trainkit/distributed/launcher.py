@@ -97,6 +97,10 @@ class Outcome:
     exit_code: int | None = None  # of a process that ended without an answer; negative: the signal
 
 
+Patience = float | Callable[[Sequence[Outcome]], float]
+"""Seconds that ranks have to end after the failure of another one, also as a function of the outcomes so far."""
+
+
 def launch_ranks(
     run: Callable[[], T],
     *,
@@ -120,10 +124,10 @@ def launch_ranks(
     # In the caller, which outlives every rank: a rank can still read why another one failed.
     store = store_at("127.0.0.1")
     environment = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
-    patience: float | Callable[[], float] = GRACE_SECONDS
+    patience: Patience = GRACE_SECONDS
     with recorded_signals(signals) as received, ExitStack() as stack:
         if recovery is not None:
-            patience = recovery.patience
+            patience = partial(_patience, recovery)
             environment = replace(environment, handover=stack.enter_context(recovery.entered()))
             # In a pipe it would be sent to each rank at each start, and one that dies meanwhile would break the pipe.
             payload = recovery.write(content)
@@ -142,6 +146,11 @@ def launch_ranks(
         _raise_first_failure(outcomes, received, name_of)
     value: T = outcomes[0].value
     return value
+
+
+def _patience(recovery: Recovery, outcomes: Sequence[Outcome]) -> float:
+    # After an error the others write what they know of it, also before the first step.
+    return recovery.patience() if _lost_ranks(outcomes) else GRACE_SECONDS
 
 
 def _after_loss(
@@ -215,7 +224,7 @@ def _variables(environment: RankEnvironment) -> dict[str, str]:
 def run_processes(
     calls: Sequence[Callable[[], Any]],
     *,
-    patience: float | Callable[[], float],
+    patience: Patience,
     timeout: float = math.inf,
     received: Sequence[int] = (),
 ) -> list[Outcome]:
@@ -225,7 +234,7 @@ def run_processes(
 
     Args:
         calls: Picklable functions without arguments, one for each rank.
-        patience: Seconds that the other ranks have to end after a first failure, which may change meanwhile.
+        patience: Seconds that the other ranks have to end after a first failure, or a function of the outcomes so far.
         timeout: Seconds that all ranks have. Those that have not ended then are aborted, so that they can write stacks.
         received: Signals that this process has received, to which a handler adds; they are forwarded to every rank.
 
@@ -264,7 +273,7 @@ def _collect(
     processes: Sequence[Any],
     receivers: Sequence[connection.Connection],
     limit: float,
-    patience: float | Callable[[], float],
+    patience: Patience,
     received: Sequence[int],
 ) -> list[Outcome]:
     """Return the outcomes of running processes."""
@@ -298,7 +307,7 @@ def _collect(
         failed = [outcome.seconds for outcome in outcomes if outcome.failure]
         if failed:
             # The earliest counts: later failures do not extend the time.
-            deadline = min(limit, min(failed) + (patience() if callable(patience) else patience))
+            deadline = min(limit, min(failed) + (patience(outcomes) if callable(patience) else patience))
     # Only beyond the caller's `timeout` are stacks of interest; after a failure its cause is known.
     if time.monotonic() >= limit:
         _abort([processes[rank] for rank in running.values()])

@@ -77,15 +77,17 @@ def lock_run_dir(folder: Path, *, timeout: float = _WAIT_SECONDS) -> Iterator[No
     """
     # For the wait and the message only: the lock decides, since this file outlives a killed owner.
     owner = _read(folder)
-    if owner is not None and owner.is_ending:
-        logger.info("waiting for process %d on %s to release %s", owner.pid, owner.host, folder)
-    else:
-        timeout = 0
     with ExitStack() as stack:
         try:
-            no_locks = stack.enter_context(file_lock(folder / LOCK, timeout=timeout))
+            no_locks = stack.enter_context(file_lock(folder / LOCK, timeout=0))
         except Timeout:
-            raise _in_use(folder) from None
+            if owner is None or not owner.is_ending:
+                raise _in_use(folder) from None
+            logger.info("waiting for process %d on %s to release %s", owner.pid, owner.host, folder)
+            try:
+                no_locks = stack.enter_context(file_lock(folder / LOCK, timeout=timeout))
+            except Timeout:
+                raise _in_use(folder) from None
         if no_locks is not None:
             logger.warning(
                 "%s is on a file system without locks (%s): another process that trains in the same folder "
