@@ -293,6 +293,17 @@ def test_each_hook_is_called_once_before_and_after_an_interrupted_one(tmp_path: 
         assert_undisturbed(task, result, bookkeeper)
 
 
+def test_a_stop_that_was_requested_before_a_loss_is_made(tmp_path: Path) -> None:
+    class Stops(Callback):
+        def on_step_end(self, run: Any) -> None:
+            if run.state.step == 9 and run.strategy.attempt == 0:
+                run.request_stop("enough")
+
+    task = Fragile(tmp_path, (("in step complete", 1, 9),))
+    result, _ = fit(ddp(devices=2), task, None, callbacks=[Stops(), Meets()])
+    assert (result.rank_losses, result.steps, result.exit_reason) == (1, 9, "enough")
+
+
 def test_a_loss_between_two_updates_of_a_step_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     class Searching(Fragile):
         def configure_optimizers(self) -> Any:

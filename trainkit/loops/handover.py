@@ -28,7 +28,7 @@ from trainkit.strategy import metric_modules
 logger = logging.getLogger(__name__)
 
 FILENAME = "rank_losses.jsonl"
-_PENDING = "pending_hooks"  # of the payload
+_PENDING, _STOP = "pending_hooks", "stop_reason"  # in the payload, beside what a checkpoint has
 
 
 class UndoableStep:
@@ -140,7 +140,8 @@ def hand_over(run: Run, error: BaseException) -> bool:
     strategy.comm = Collectives()
     try:
         with run.optimizers_in_evaluation():  # as for a checkpoint
-            state = {**run.checkpointer.payload(), _PENDING: _pending_hooks(run)}
+            # A callback may have requested a stop that the ranks have not agreed on: without it they would go on.
+            state = {**run.checkpointer.payload(), _PENDING: _pending_hooks(run), _STOP: run.stop_reason}
         handover.save(state, step=run.state.step)
     except Exception as failure:
         # Another rank or a checkpoint may do.
@@ -167,7 +168,7 @@ def take_over(run: Run) -> tuple[dict[str, Any], str] | None:
     if handover is None or handover.source is None:
         return None
     payload = handover.load()
-    run.pending_hooks = tuple(payload.pop(_PENDING))
+    run.pending_hooks, run.stop_reason = tuple(payload.pop(_PENDING)), payload.pop(_STOP)
     run.handed_over = True
     return payload, "the memory of a surviving rank"
 
