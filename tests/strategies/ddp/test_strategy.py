@@ -415,7 +415,7 @@ class Slow(Fitting):
 
 def train_slowly(folder: str, steps: int, devices: int | str) -> None:
     data = Data(train=TensorDataset(torch.randn(64, 4)), batch_size=4)
-    strategy = DDPStrategy(devices=devices, device="cpu")
+    strategy = DDPStrategy(devices=devices, device="cpu", on_rank_loss="stop")
     train(strategy, Slow(folder), data, max_duration=f"{steps}step", run_dir=folder)
 
 
