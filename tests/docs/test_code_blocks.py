@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import needs_muon
 from tests.program import Program
 from tests.recipes.tiny import make_image_folder
 from trainkit import registry
@@ -121,13 +122,16 @@ def test_every_block_of_a_page_is_run_or_says_why_not(page: Path) -> None:
 
 
 _ELSEWHERE = {"tutorial_equal_weights.md"}  # test_tutorial.py runs it, and reads what it prints
-_SLOW = {"custom_loop.md", "data.md", "integrations.md"}
+_MARKS = {
+    **{name: [pytest.mark.slow] for name in ("custom_loop.md", "data.md", "integrations.md")},
+    "extending.md": [needs_muon],
+}
 
 
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name in _SLOW else [])
+        pytest.param(page, id=page.name, marks=_MARKS.get(page.name, []))
         for page in pages_with("python")
         if page.name not in _ELSEWHERE
     ],
@@ -168,6 +172,7 @@ def test_other_programs_of_a_page_are_known(page: Path) -> None:
                     assert re.search(rf"^{name} = \[", extras, re.MULTILINE), f"extra {name}"
 
 
+@needs_muon
 def test_parts_of_a_package_are_found_by_the_entry_points_that_are_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
