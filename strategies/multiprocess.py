@@ -95,9 +95,6 @@ class MultiProcessStrategy(Strategy):
 
     collectives: ClassVar[type[ProcessGroupCollectives]] = ProcessGroupCollectives
     """The class of `comm`."""
-    is_replicated: ClassVar[bool] = False
-    """True if every rank trains a copy of the whole task."""
-
     devices: int | str = "auto"
     device: InitVar[str] = "auto"  # the attribute is the device itself
     accumulate: Annotated[int, Ge(1)] | None = None
@@ -216,6 +213,11 @@ class MultiProcessStrategy(Strategy):
     def keeps_num_ranks(self) -> bool:
         """True if the task cannot be trained on fewer ranks."""
         return False
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if several ranks train each part of the task."""
+        return True
 
     @property
     def hands_over(self) -> bool:

@@ -64,6 +64,8 @@ class Strategy:
     """The last checkpoint that this run saved before its ranks were lost."""
     handover: Handover | None = None
     """What the ranks of this run go on from, and where they leave it; `None` if the loss of a rank ends the run."""
+    is_updating: bool = False
+    """True from the first update of a step on, until whoever reads it makes it False."""
     supports_module_hooks: bool = True
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
     supports_manual_backward: bool = False
@@ -196,8 +198,17 @@ class Strategy:
 
     @property
     def hands_over(self) -> bool:
-        """True if each rank has the whole state of the run, which changes in the update only."""
+        """True if another rank has each part of the state too, so that it can outlive a rank."""
         return False
+
+    @property
+    def state_part(self) -> tuple[int, int]:
+        """The part of the state that this rank has, and the number of parts; `(0, 1)` is the whole."""
+        return 0, 1
+
+    def readable(self) -> AbstractContextManager[Any]:
+        """Return a context in which placeholders of what only other ranks have can be read."""
+        return _NO_CONTEXT
 
     # ---- Between steps
 
@@ -315,6 +326,7 @@ class Strategy:
             phase_optimizer.clip_by_norm(norm)
         elif phase_optimizer.clip.value is not None:
             phase_optimizer.clip_by_value()
+        self.is_updating = True  # from here on the step cannot be taken back
         self._update(phase_optimizer, norm)
         phase_optimizer.zero_grad()
         return norm

@@ -236,6 +236,8 @@ class ShardedTask:
         self._shard_mesh = mesh["shard"]
         self.shard_group = self._shard_mesh.get_group()
         """The ranks that hold all shards together, this one among them."""
+        self.part = self._shard_mesh.get_local_rank(), self._shard_mesh.size()
+        """The part of the shards that this rank holds, and the number of parts."""
         self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
         self.replicated = [parameter for parameter in task.parameters() if not has_rows(parameter)]
         # Before `fully_shard`, which changes classes, attributes and hooks, and has no call that undoes it.

@@ -116,6 +116,18 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         # Of fewer ranks there may be no groups of the same size.
         return self.replicate > 1 or not isinstance(self.reshard_after_forward, bool)
 
+    @property
+    def is_replicated(self) -> bool:
+        return self.replicate > 1
+
+    @property
+    def hands_over(self) -> bool:
+        return super().hands_over and not self._muons  # the state of its matrices is on several ranks
+
+    @property
+    def state_part(self) -> tuple[int, int]:
+        return self._task.part
+
     def validate(self, task: TaskModule, precision: Precision) -> str:
         """Return the kind of device of the ranks.
 
@@ -346,12 +358,13 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                     self._repeat_last_batch(task)
                 sharded.end_of_pass()  # of the backward; that of the forward is in `run`
             self._take_gradients(reduced)
-            self._check_same_gradients()
         for shard, was_trained in zip(sharded.shards, trained, strict=True):
             if shard.sharded.requires_grad != was_trained:
                 sharded.refuse_unfreezing(shard.name)
         self._normalize_gradients(outputs, batch)
         self._synchronize_buffers()
+        # Last, so that no rank updates before all have their gradients: after a loss the step can be taken back.
+        self._check_same_gradients()
         return outputs
 
     def _have_gradients(self) -> list[bool]:
@@ -604,12 +617,13 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             name = f"{prefix}{entry}"
             # Replicas of the shards have the same elements, and one of them writes these.
             like = torch.empty(shard.sharded.shape, dtype=local.dtype, device="meta")
-            if local.numel() and self._task.is_first_replica:
+            if local.numel() and (self._task.is_first_replica or self.comm.num_processes == 1):
                 start = self._task.first_element(shard.sharded)
                 parts.append(TensorShard(name, local.detach().reshape(-1), start, like.numel()))
             return shard_placeholder(name, like)
 
         by_parameter = {id(shard.sharded): shard for shard in self._task.shards}
+        self._task.reshard()  # a step that has failed leaves what it has gathered
         state = task.state_dict(keep_vars=True)
         for key, value in state.items():
             shard = by_parameter.get(id(value))

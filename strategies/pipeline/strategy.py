@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -565,6 +565,10 @@ class PipelineStrategy(MultiProcessStrategy):
         self._normalize_gradients(shared, batch)
         if self.mesh.replicas > 1:
             self._synchronize_buffers()
+            # No rank updates before all have their gradients: after a loss the step can be taken back. The first stage
+            # comes last, and the others would wait for it in the next step.
+            if self.handover is not None and self.hands_over:
+                self.comm.barrier()
         return shared
 
     def _verification(
@@ -706,11 +710,24 @@ class PipelineStrategy(MultiProcessStrategy):
         optimizers = [phase_optimizer.optimizer for phase_optimizer in phase_optimizers]
 
         def all_gather(value: Any) -> list[Any]:
+            if self.comm.num_processes == 1:
+                return [value]
             # First this replica's stages, in their order; then all the others, each rank once.
             values, replica_ranks = self.comm.all_gather_object(value), self.mesh.grid[self.mesh.replica]
             return [values[rank] for rank in dict.fromkeys([*replica_ranks, *range(len(values))])]
 
         return self.state.shards(task, optimizers, writes=self.comm.rank == 0, all_gather=all_gather)
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.replicas > 1
+
+    @property
+    def state_part(self) -> tuple[int, int]:
+        return self.mesh.stage, self.mesh.stages
+
+    def readable(self) -> AbstractContextManager[Any]:
+        return self.state.absent.readable()
 
     def strategy_state(self) -> dict[str, Any]:
         """Return the partition and the places of ranks, which a resumed run repeats."""

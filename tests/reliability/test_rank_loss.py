@@ -28,6 +28,7 @@ from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.torch_ddp import TorchDDPStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.checkpoint.sharded_state import TensorOfShards, TensorShard, in_memory, shard_placeholder
 from trainkit.distributed.launcher import RankFailure
 from trainkit.distributed.rank_loss import (
     END_SECONDS,
@@ -111,7 +112,7 @@ class Bookkeeper(Callback):
 
     def on_step_end(self, run: Any) -> None:
         self.calls["step"] += 1
-        if run.strategy.hands_over:  # others hold a part of the weights
+        if run.strategy.hands_over and run.strategy.state_part == (0, 1):  # otherwise it has a part of the weights
             for name, parameter in run.task.network.named_parameters():
                 average = self.average.setdefault(name, parameter.detach().clone())
                 average.lerp_(parameter.detach(), 0.1)
@@ -146,7 +147,7 @@ def network() -> nn.Sequential:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-def plain_loop() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def plain_loop(max_grad_norm: float | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights and their averages."""
     model, average = network(), {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -155,6 +156,8 @@ def plain_loop() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         for batch in INPUTS.split(BATCH):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
+            if max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
             optimizer.step()
             schedule.step()
             for name, parameter in model.named_parameters():
@@ -181,8 +184,10 @@ def fit(strategy: Any, task: Fragile, run_dir: Path | None, **settings: Any) -> 
     return result, bookkeeper
 
 
-def assert_undisturbed(task: Fragile, result: Any, bookkeeper: Bookkeeper | None = None) -> None:
-    weights, average = plain_loop()
+def assert_undisturbed(
+    task: Fragile, result: Any, bookkeeper: Bookkeeper | None = None, *, max_grad_norm: float | None = None
+) -> None:
+    weights, average = plain_loop(max_grad_norm)
     assert result.steps == STEPS
     for name, weight in weights.items():
         torch.testing.assert_close(task.network.state_dict()[name], weight, rtol=0, atol=1e-12)
@@ -266,6 +271,76 @@ def test_ranks_that_hold_a_part_only_go_back_to_the_last_checkpoint(strategy: An
     assert_undisturbed(task, result)
     lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 10]
+
+
+class DiesInBackward(Callback):
+    """Kills ranks while gradients are computed, also where the step is not the code of the task."""
+
+    def on_fit_start(self, run: Any) -> None:
+        first = next(iter(run.task.network.parameters()))
+        if first.requires_grad:
+            first.register_hook(lambda gradient: die(run.task, "gradient", run.state.step + 1))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1.0
+        return inputs
+
+
+class StagedCounts(Staged):
+    """One that changes buffers in each of its stages."""
+
+    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+        super().__init__(folder, deaths)
+        self.before, self.after = Counts(), Counts()
+
+    def training_step(self, batch: Any) -> Any:
+        return self.after(self.network(self.before(batch[0]))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "deaths"),
+    [
+        (
+            partial(FSDPStrategy, devices=4, device="cpu", replicate=2),
+            (("gradient", 1, 3), ("in step end", 2, 6), ("in evaluation end", 0, 8), ("in step complete", 3, 12)),
+        ),
+        (
+            partial(PipelineStrategy, stages=2, replicas=2, accumulate=1, device="cpu"),
+            (("gradient", 0, 3), ("in step end", 1, 6), ("in evaluation end", 3, 8), ("in step complete", 2, 12)),
+        ),
+    ],
+    ids=["fsdp", "pipeline"],
+)
+def test_the_parts_of_the_state_are_put_together_where_each_has_a_survivor(
+    strategy: Any, deaths: tuple[Death, ...], tmp_path: Path
+) -> None:
+    kind = StagedCounts if strategy.func is PipelineStrategy else Fragile
+    task = kind(tmp_path, deaths)
+    callbacks = [DiesInBackward(), Meets()]
+    result, bookkeeper = fit(strategy(), task, tmp_path / "run", callbacks=callbacks, max_grad_norm=0.1)
+    assert result.rank_losses == len(deaths)
+    assert bookkeeper.calls == CALLS
+    lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
+    assert [line["from"] for line in lines] == ["the memory of a surviving rank"] * len(deaths)
+    assert [line["step"] for line in lines] == [2, 6, 8, 12]
+    assert_undisturbed(task, result, max_grad_norm=0.1)
+    if isinstance(task, StagedCounts):
+        assert (task.before.calls, task.after.calls) == (STEPS, STEPS)
+
+
+def test_a_step_of_which_a_part_is_lost_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("step end", 0, 7), ("step end", 2, 7)))  # the same part of both replicas
+    strategy = FSDPStrategy(devices=4, device="cpu", replicate=2)
+    result, _ = fit(strategy, task, tmp_path / "run", callbacks=[Checkpoint(every="5step")])
+    assert_undisturbed(task, result)
+    (loss,) = (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()
+    assert json.loads(loss)["step"] == 5
 
 
 class Meets(Callback):
@@ -425,15 +500,58 @@ def test_settings_that_have_no_effect_are_refused(tmp_path: Path, monkeypatch: p
 def test_the_state_of_the_latest_step_is_handed_over(tmp_path: Path) -> None:
     handover = Handover((str(tmp_path),))
     for step in (3, 5, 4):
-        handover.save({"weights": torch.full((2,), float(step))}, step=step)
+        handover.save(state_of(float(step)), step=step)
     newest = handover.newest()
     assert newest is not None and newest.step == 5
-    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["000000000003", "000000000005"]
-    started = Handover((str(tmp_path),), source=str(newest.path))
-    assert started.load()["weights"].tolist() == [5.0, 5.0]
+    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["3_1_0", "5_1_0"]
+    started = Handover((str(tmp_path),), source=newest)
+    assert started.load()["task"]["weights"].tolist() == [5.0, 5.0]
+    handover.save(state_of(6.0), step=6)  # by a rank that the others have lost meanwhile
     started.discard()
     started.discard()  # another rank
-    assert handover.newest() is not None and handover.newest().step == 3  # type: ignore[union-attr]
+    assert handover.newest() == (6, [tmp_path / "6_1_0.pt"])
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"task": {"weights": torch.full((2,), value)}, "optimizer": {}}
+
+
+def test_a_state_in_parts_is_handed_over_once_all_parts_of_a_step_are_there(tmp_path: Path) -> None:
+    weights, rows = torch.randn(5, 2), (0, 3, 5)
+
+    def save(step: int, part: int, *, callback: str) -> None:
+        rest = "optimizer.0.exp_avg"
+        state = {
+            "task": {"weights": shard_placeholder("weights", weights), f"only {part}": step},
+            "optimizer": {"state": {part: {"exp_avg": shard_placeholder(rest, weights.T) if part else step}}},
+            "callbacks": {callback: step},
+        }
+        own = (weights + step)[rows[part] : rows[part + 1]].reshape(-1)
+        shards = [TensorShard("weights", own, 2 * rows[part], 10)]
+        if part:
+            shards.append(TensorShard(rest, weights.reshape(-1), 0, 10))
+        handover.save(state, shards, step=step, part=(part, 2))
+
+    handover = Handover((str(tmp_path),))
+    save(4, 1, callback="second")
+    assert handover.newest() is None
+    save(5, 0, callback="first")
+    assert handover.newest() is None
+    save(4, 0, callback="first")
+    save(4, 0, callback="of another replica")
+    newest = handover.newest()
+    assert newest is not None and newest.step == 4
+    started = Handover((str(tmp_path),), source=newest)
+    loaded = in_memory(started.load())
+    assert torch.equal(loaded["task"]["weights"], weights + 4)
+    assert (loaded["task"]["only 0"], loaded["task"]["only 1"]) == (4, 4)
+    assert loaded["optimizer"]["state"][0] == {"exp_avg": 4}
+    assert torch.equal(loaded["optimizer"]["state"][1]["exp_avg"], weights.T)
+    assert loaded["callbacks"] == {"first": 4}
+    started.discard()
+    assert [path.stem for path in tmp_path.glob("*.pt")] == ["5_2_0"]
+    with pytest.raises(ValueError, match="the shards of weights are not all of its 10 elements"):
+        TensorOfShards(shard_placeholder("weights", weights), [TensorShard("weights", weights[3:].reshape(-1), 6, 10)])
 
 
 def test_a_state_without_room_in_memory_goes_to_the_next_folder(tmp_path: Path) -> None:
@@ -441,12 +559,11 @@ def test_a_state_without_room_in_memory_goes_to_the_next_folder(tmp_path: Path) 
     folder.mkdir()
     first = tmp_path / "first"
     first.mkdir()
-    for name in ("000000000003.part",):
-        (first / name).symlink_to(full)
+    (first / "3_1_0.part").symlink_to(full)
     handover = Handover((str(first), str(folder)))
     handover.save({"weights": torch.zeros(200_000)}, step=3)
     newest = handover.newest()
-    assert newest is not None and newest.path.parent == folder
+    assert newest is not None and newest.paths[0].parent == folder
 
 
 def test_folders_of_killed_programs_are_removed_and_those_in_use_are_not(tmp_path: Path, monkeypatch: Any) -> None:
@@ -456,7 +573,7 @@ def test_folders_of_killed_programs_are_removed_and_those_in_use_are_not(tmp_pat
     abandoned, young = tmp_path / "trainkit-handover-1-a", tmp_path / "trainkit-handover-1-b"
     for folder in (abandoned, young):
         folder.mkdir()
-        (folder / "000000000003.pt").touch()
+        (folder / "3_1_0.pt").touch()
     os.utime(abandoned, (0, 0))
     with recovery().entered() as used:
         for folder in used.folders:

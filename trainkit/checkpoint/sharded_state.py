@@ -9,6 +9,8 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -115,6 +117,25 @@ class StoredTensor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return the tensor in memory, as a copy of a tensor that is mapped from a file is."""
         return self.read(0, self.shape.numel()).as_strided(self.shape, self.stride())
+
+
+class TensorOfShards(StoredTensor):
+    """A tensor of shards that ranks have left in files, from which they are mapped.
+
+    Raises ValueError unless `shards` are all elements of the tensor that the placeholder stands for.
+    """
+
+    def __init__(self, placeholder: dict[str, Any], shards: Sequence[TensorShard]) -> None:
+        shape, self._shards = placeholder["shape"], sorted(shards, key=lambda shard: shard.start)
+        like = torch.empty(prod(shape), dtype=placeholder["dtype"], device="meta")
+        super().__init__(like.as_strided(shape, placeholder["stride"]), ())
+        starts = [0, *accumulate(len(shard.elements) for shard in self._shards)]
+        if starts != [*(shard.start for shard in self._shards), prod(shape)]:
+            raise ValueError(f"the shards of {placeholder[PLACE]} are not all of its {prod(shape):,} elements")
+
+    def read(self, start: int, stop: int) -> Tensor:
+        parts = [shard.elements[max(start - shard.start, 0) : max(stop - shard.start, 0)] for shard in self._shards]
+        return torch.cat([torch.empty(0, dtype=self.dtype), *parts])
 
 
 def in_memory(state: Any) -> Any:

@@ -16,6 +16,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from filelock import Timeout
 
+from trainkit.checkpoint.sharded_state import PLACE, TensorOfShards, TensorShard, replace_placeholders
 from trainkit.files import file_lock
 from trainkit.tree import num_bytes, tensors_in
 
@@ -41,10 +43,17 @@ _ABANDONED_SECONDS = 60.0  # after which a folder that nobody has locked is one 
 
 
 class SavedStep(NamedTuple):
-    """The state of a run after a step, in a file."""
+    """The checkpoint of a step."""
 
     step: int
     path: Path
+
+
+class SavedParts(NamedTuple):
+    """The state after a step, in one file for each of its parts."""
+
+    step: int
+    paths: list[Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class Handover:
 
     folders: tuple[str, ...]
     """Private to the run. A later one is used if there is no room in an earlier one."""
-    source: str | None = None
+    source: SavedParts | None = None
     """The state to go on from; `None`: the last checkpoint, or the start."""
     lost: str = ""
     """Who died, and how, before this start."""
@@ -62,26 +71,30 @@ class Handover:
     replaces: bool = True
     """True if there are as many ranks as before."""
 
-    def save(self, state: dict[str, Any], *, step: int) -> None:
-        """Write a state, unless another rank has written one of this step or a later one.
+    def save(
+        self, state: dict[str, Any], shards: Sequence[TensorShard] = (), *, step: int, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Write a state, unless other ranks have written this part of it, or the whole of a later step.
 
-        A rank that is killed meanwhile leaves the turn to the next.
+        `shards` are the tensors for which the state has placeholders. A rank that is killed meanwhile leaves the turn
+        to the next.
         """
         # One after the other: copies of all ranks at once might not fit into memory.
         with file_lock(Path(self.folders[0], "lock")):
-            newest = self.newest()
-            if newest is None or newest.step < step:
-                self._write(state, f"{step:012d}.pt")
+            newest, number = self.newest(), part[0]
+            if number not in self._parts().get((step, part[1]), {}) and (newest is None or newest.step < step):
+                self._write((state, list(shards)), f"{step}_{part[1]}_{number}.pt")
 
-    def _write(self, state: dict[str, Any], name: str) -> None:
-        size = num_bytes(tensors_in(state))
+    def _write(self, content: tuple[dict[str, Any], list[TensorShard]], name: str) -> None:
+        state, shards = content
+        size = num_bytes(tensors_in([state, *(shard.elements for shard in shards)]))
         # A rank is often killed because memory is short: a copy in memory would cost the next one.
         is_short = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * size
         for folder in self.folders[-1:] if is_short else self.folders:
             path = Path(folder, name)
             part = path.with_suffix(".part")
             try:
-                torch.save(state, part)
+                torch.save(content, part)
             # torch raises RuntimeError for a full disk, as a container's small /dev/shm is.
             except (OSError, RuntimeError) as error:
                 part.unlink(missing_ok=True)
@@ -95,19 +108,40 @@ class Handover:
     def load(self) -> dict[str, Any]:
         """Return the state to go on from; its tensors are read when they are used."""
         assert self.source is not None
-        # Not `weights_only`: the file is private to this run, and a callback's state may hold anything.
-        state: dict[str, Any] = torch.load(self.source, map_location="cpu", mmap=True, weights_only=False)
+        # Not `weights_only`: the files are private to this run, and a callback's state may hold anything.
+        contents = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in self.source.paths]
+        shards: dict[str, list[TensorShard]] = {}
+        for _, local_shards in contents:
+            for shard in local_shards:
+                shards.setdefault(shard.name, []).append(shard)
+        states = [state for state, _ in contents]
+        state = {**states[0], **{key: _joined([state[key] for state in states]) for key in ("task", "optimizer")}}
+        replace_placeholders(state, lambda placeholder: TensorOfShards(placeholder, shards[placeholder[PLACE]]))
         return state
 
     def discard(self) -> None:
         """Remove the state that the ranks have gone on from, which takes memory; any rank may call it."""
-        if self.source is not None:
-            Path(self.source).unlink(missing_ok=True)
+        # Also parts of earlier steps, but none of a later one: another rank may be handing it over.
+        for (step, _), parts in self._parts().items():
+            for path in parts.values() if self.source is not None and step <= self.source.step else ():
+                path.unlink(missing_ok=True)
 
-    def newest(self) -> SavedStep | None:
-        """Return the state of the latest step."""
-        states = [SavedStep(int(path.stem), path) for folder in self.folders for path in Path(folder).glob("*.pt")]
-        return max(states, default=None)
+    def newest(self) -> SavedParts | None:
+        """Return the state of the latest step of which all parts are there."""
+        complete = [
+            SavedParts(step, [parts[number] for number in range(count)])
+            for (step, count), parts in self._parts().items()
+            if len(parts) == count
+        ]
+        return max(complete, default=None)
+
+    def _parts(self) -> dict[tuple[int, int], dict[int, Path]]:
+        """Return the files by step and number of parts, each by the number of its part."""
+        files: dict[tuple[int, int], dict[int, Path]] = defaultdict(dict)
+        for path in (path for folder in self.folders for path in Path(folder).glob("*.pt")):
+            step, count, number = map(int, path.stem.split("_"))
+            files[step, count][number] = path
+        return files
 
     def begin(self) -> None:
         """Record that the ranks begin to train."""
@@ -128,6 +162,15 @@ class Handover:
         return Path(self.folders[0], _REFUSED).exists()
 
 
+def _joined(states: list[Any]) -> Any:
+    """Return the state that has all entries of several ones; where several have an entry, that of the first."""
+    first = states[0]
+    if len(states) == 1 or not isinstance(first, dict):
+        return first
+    keys = dict.fromkeys(key for state in states for key in state)
+    return {key: _joined([state[key] for state in states if key in state]) for key in keys}
+
+
 def _remove_abandoned(parent: Path) -> None:
     """Remove the folders of processes that were killed, which hold memory."""
     for folder in parent.glob(f"{_PREFIX}*"):
@@ -146,7 +189,7 @@ class Recovery:
     keeps_ranks: bool
     """Start as many ranks again, instead of as many as have survived."""
     hands_over: bool
-    """Each rank has the whole state of the run."""
+    """Another rank has each part of the state too."""
     max_losses: int
     """Losses in a row without a new step that are survived."""
     saved: Callable[[], SavedStep | None]
@@ -200,5 +243,5 @@ class Recovery:
             return None
         Path(self.handover.folders[0], _BEGUN).unlink(missing_ok=True)
         self.checkpoint = None if saved is None else str(saved.path)
-        source = str(newest.path) if newest is not None and newest.step == reached else None
+        source = newest if newest is not None and newest.step == reached else None
         return Handover(self.handover.folders, source, " and ".join(lost), since, self.keeps_ranks)

@@ -77,7 +77,7 @@ class Checkpointer:
     ) -> CheckpointEntry | None:
         run, state = self._run, self._run.state
         assert self.store is not None
-        shards = self._shards() if sharded else None
+        shards = self.shards() if sharded else None
         # On every rank, although the main one alone writes it: gathering the state is collective.
         payload = self.payload(shards)
         name, metrics = f"step_{state.step:08d}", run.metrics_of_this_step()
@@ -117,7 +117,7 @@ class Checkpointer:
         if self.store is None:
             return
         self.wait()  # the memory may be in use
-        shards = self._shards() if sharded else None
+        shards = self.shards() if sharded else None
         if shards is not None:
             self._cpu_snapshot().reserve({}, shards.shards)
             return
@@ -368,7 +368,8 @@ class Checkpointer:
             state |= {"task": without(state["task"], names), FROZEN: self._frozen[1]}
         return state
 
-    def _shards(self) -> ShardedState | None:
+    def shards(self) -> ShardedState | None:
+        """Return this rank's shards, and the state with placeholders for them; `None` if nothing is sharded."""
         strategy, run = self._run.strategy, self._run
         return strategy.shards(run.task, run.phase_optimizers) if isinstance(strategy, SupportsShardedState) else None
 

@@ -23,7 +23,7 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
 from trainkit.phases import PhaseStep
 from trainkit.run import Run
-from trainkit.strategy import metric_modules
+from trainkit.strategy import local_state, metric_modules
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class UndoableStep:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._is_begun = self._is_updating = False
+        self._is_begun = False
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []  # where the buffers of modules are
         self._copies: list[Tensor] = []  # of the buffers
         self._extra: list[nn.Module] = []  # modules with an extra state
@@ -55,23 +55,23 @@ class UndoableStep:
     def find_state(self) -> None:
         """Find what a step may change; called when a module has registered something."""
         # Not in each step, which would take as long as a small step itself.
-        task = self._run.task
+        task, strategy = self._run.task, self._run.strategy
+        held = {id(tensor) for tensor in local_state(strategy, task).values()}
         self._buffers = [
             (module._buffers, name)
             for module in task.modules()
             for name, tensor in module._buffers.items()
-            if tensor is not None and not tensor.is_meta
+            if id(tensor) in held and not cast(Tensor, tensor).is_meta
         ]
         self._copies = []
         self._extra = [m for m in task.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
-        self._metrics = metric_modules(self._run.strategy, task)
+        self._metrics = metric_modules(strategy, task)
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return a phase of the step that can be taken back until its first update."""
         return replace(
             phase,
             forward_backward=partial(self._forward_backward, phase.forward_backward),
-            update=partial(self._update, phase.update),
         )
 
     def _forward_backward(
@@ -81,10 +81,11 @@ class UndoableStep:
             self._is_begun = True
             self._keep_buffers()
             # Without random generators: those of the dead rank are lost, and all get new seeds.
-            self._kept = (
-                [deepcopy(module.get_extra_state()) for module in self._extra],
-                preserve_state(self._metrics) if self._metrics else None,
-            )
+            with self._run.strategy.readable():
+                self._kept = (
+                    [deepcopy(module.get_extra_state()) for module in self._extra],
+                    preserve_state(self._metrics) if self._metrics else None,
+                )
         return forward_backward(batch)
 
     def _keep_buffers(self) -> None:
@@ -97,17 +98,14 @@ class UndoableStep:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, tensors)  # in a third of the time of single copies
 
-    def _update(self, update: Callable[[], Tensor | None]) -> Tensor | None:
-        self._is_updating = True
-        return update()
-
     def end(self) -> None:
         """End the step, which is counted."""
-        self._is_begun = self._is_updating = False
+        self._is_begun = self._run.strategy.is_updating = False
 
     def undo(self) -> bool:
         """Return to the end of the last step; return False if the state is that of no step."""
-        if self._is_begun and not self._is_updating:
+        is_updating = self._run.strategy.is_updating
+        if self._is_begun and not is_updating:
             extra_states, metric_states = self._kept
             # Not copied into the buffers, which the step may have replaced.
             for (buffers, name), copy in zip(self._buffers, self._copies, strict=True):
@@ -116,7 +114,7 @@ class UndoableStep:
                 module.set_extra_state(state)
             if metric_states is not None:
                 restore(metric_states)
-        return not self._is_updating
+        return not is_updating
 
 
 def hand_over(run: Run, error: BaseException) -> bool:
@@ -140,9 +138,11 @@ def hand_over(run: Run, error: BaseException) -> bool:
     strategy.comm = Collectives()
     try:
         with run.optimizers_in_evaluation():  # as for a checkpoint
+            shards = run.checkpointer.shards()
             # A callback may have requested a stop that the ranks have not agreed on: without it they would go on.
-            state = {**run.checkpointer.payload(), _PENDING: _pending_hooks(run), _STOP: run.stop_reason}
-        handover.save(state, step=run.state.step)
+            state = {**run.checkpointer.payload(shards), _PENDING: _pending_hooks(run), _STOP: run.stop_reason}
+        part, local_shards = strategy.state_part, [] if shards is None else shards.shards
+        handover.save(state, local_shards, step=run.state.step, part=part)
     except Exception as failure:
         # Another rank or a checkpoint may do.
         logger.warning("the state of rank %d could not be handed over: %s", comm.rank, failure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ EXTRA_STATE = "_extra_state"
 """End of the key of what `get_extra_state` returns in a state dict."""
 
 AllGather = Callable[[Any], list[Any]]
+K = TypeVar("K", int, str)
 
 
 class PipelineState:
@@ -350,10 +351,14 @@ class PipelineState:
             optimizer_states.append({**optimizer_state, "state": _joined(all_gather(local_state))})
         with self.absent.readable():
             task_state: dict[str, Any] = task.state_dict()
-        extra = {key: value for key, value in task_state.items() if key.endswith(EXTRA_STATE)}
-        # Stages come first in what `all_gather` returns, so that a stage is an index.
-        extra_of_ranks = all_gather(extra)
-        task_state.update({key: extra_of_ranks[self._source_of_extra_state(key)][key] for key in extra})
+        extra = [key for key in task_state if key.endswith(EXTRA_STATE)]
+        local_extra = {key: task_state[key] for key in extra if self._source_of_extra_state(key) == self._stage}
+        gathered_extra = _joined(all_gather(local_extra))
+        for key in extra:
+            if key in gathered_extra:
+                task_state[key] = gathered_extra[key]
+            else:  # of a stage that has not taken part
+                del task_state[key]
         for key, name in self._names.items():
             task_state[key] = placeholder(f"task.{name}", task_state[key], name, writes=writes)
         return ShardedState(task_state, optimizer_states, list(shards.values()))
@@ -376,10 +381,10 @@ def _outline(task: nn.Module) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
     return {name: (id(tensor), tensor.shape, tensor.dtype) for name, tensor in named_state(task).items()}
 
 
-def _joined(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
-    """Return the states of all stages or replicas by parameter; where several have one, that of the first."""
+def _joined(parts: Sequence[dict[K, Any]]) -> dict[K, Any]:
+    """Return the states of all stages or replicas by parameter or key; where several have one, that of the first."""
     # Sorted, as one process saves it; reversed, so that the first one's overwrites the others.
-    return dict(sorted({index: state for part in reversed(parts) for index, state in part.items()}.items()))
+    return dict(sorted({key: state for part in reversed(parts) for key, state in part.items()}.items()))
 
 
 def _canonical_names(task: nn.Module) -> dict[str, str]:
