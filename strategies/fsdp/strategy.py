@@ -623,7 +623,6 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             return shard_placeholder(name, like)
 
         by_parameter = {id(shard.sharded): shard for shard in self._task.shards}
-        self._task.reshard()  # a step that has failed leaves what it has gathered
         state = task.state_dict(keep_vars=True)
         for key, value in state.items():
             shard = by_parameter.get(id(value))

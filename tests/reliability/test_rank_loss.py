@@ -283,13 +283,23 @@ class DiesInBackward(Callback):
 
 
 class Counts(nn.Module):
+    """Counts its calls in a buffer and in its extra state."""
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
+        self.extra_calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1.0
-        return inputs
+        self.extra_calls += 1
+        return inputs * (self.extra_calls / self.extra_calls)
+
+    def get_extra_state(self) -> int:
+        return self.extra_calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra_calls = state
 
 
 class StagedCounts(Staged):
@@ -304,34 +314,59 @@ class StagedCounts(Staged):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "deaths"),
+    ("strategy", "max_grad_norm", "deaths"),
     [
         (
             partial(FSDPStrategy, devices=4, device="cpu", replicate=2),
+            0.1,
             (("gradient", 1, 3), ("in step end", 2, 6), ("in evaluation end", 0, 8), ("in step complete", 3, 12)),
         ),
         (
             partial(PipelineStrategy, stages=2, replicas=2, accumulate=1, device="cpu"),
+            None,  # with a norm no stage would update before the others are there
             (("gradient", 0, 3), ("in step end", 1, 6), ("in evaluation end", 3, 8), ("in step complete", 2, 12)),
         ),
     ],
     ids=["fsdp", "pipeline"],
 )
 def test_the_parts_of_the_state_are_put_together_where_each_has_a_survivor(
-    strategy: Any, deaths: tuple[Death, ...], tmp_path: Path
+    strategy: Any, max_grad_norm: float | None, deaths: tuple[Death, ...], tmp_path: Path
 ) -> None:
     kind = StagedCounts if strategy.func is PipelineStrategy else Fragile
     task = kind(tmp_path, deaths)
     callbacks = [DiesInBackward(), Meets()]
-    result, bookkeeper = fit(strategy(), task, tmp_path / "run", callbacks=callbacks, max_grad_norm=0.1)
+    result, bookkeeper = fit(strategy(), task, tmp_path / "run", callbacks=callbacks, max_grad_norm=max_grad_norm)
     assert result.rank_losses == len(deaths)
     assert bookkeeper.calls == CALLS
     lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
     assert [line["from"] for line in lines] == ["the memory of a surviving rank"] * len(deaths)
     assert [line["step"] for line in lines] == [2, 6, 8, 12]
-    assert_undisturbed(task, result, max_grad_norm=0.1)
+    assert_undisturbed(task, result, max_grad_norm=max_grad_norm)
     if isinstance(task, StagedCounts):
         assert (task.before.calls, task.after.calls) == (STEPS, STEPS)
+        assert (task.before.extra_calls, task.after.extra_calls) == (STEPS, STEPS)
+
+
+def test_muon_whose_matrices_are_divided_over_all_ranks_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    class Orthogonal(Fragile):
+        def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+            super().__init__(folder, deaths)
+            self.network = nn.Sequential(*(nn.Linear(4, 4, bias=False, dtype=torch.float64) for _ in range(4)))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Muon(self.parameters(), lr=0.01)
+
+    torch.manual_seed(0)
+    expected = Orthogonal(tmp_path)
+    task = Orthogonal(tmp_path, (("step end", 1, 7),))
+    task.load_state_dict(expected.state_dict())
+    fit(ddp(devices=2), expected, None)
+    strategy = FSDPStrategy(devices=4, device="cpu", replicate=2)
+    fit(strategy, task, tmp_path / "run", callbacks=[Checkpoint(every="5step")])
+    for name, tensor in expected.network.state_dict().items():
+        torch.testing.assert_close(task.network.state_dict()[name], tensor, rtol=0, atol=1e-9)
+    (loss,) = (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()
+    assert json.loads(loss)["step"] == 5
 
 
 def test_a_step_of_which_a_part_is_lost_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
@@ -533,12 +568,12 @@ def test_a_state_in_parts_is_handed_over_once_all_parts_of_a_step_are_there(tmp_
         handover.save(state, shards, step=step, part=(part, 2))
 
     handover = Handover((str(tmp_path),))
-    save(4, 1, callback="second")
+    save(4, 0, callback="first")
+    save(4, 0, callback="of another replica")
     assert handover.newest() is None
     save(5, 0, callback="first")
     assert handover.newest() is None
-    save(4, 0, callback="first")
-    save(4, 0, callback="of another replica")
+    save(4, 1, callback="second")
     newest = handover.newest()
     assert newest is not None and newest.step == 4
     started = Handover((str(tmp_path),), source=newest)
