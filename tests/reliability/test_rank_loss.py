@@ -95,12 +95,14 @@ class Staged(Fragile):
         return self.network(batch[0]).square().mean()
 
 
-def die(task: Fragile, place: str, step: int) -> None:
+def die(task: Fragile, place: str, step: int, *, late: bool = False) -> None:
+    """Kill this rank if it is to die here; `late`: after the others have come as far as they can."""
     death = (place, int(os.environ.get("RANK", "-1")), step)
     if death in task.deaths:
         marker = task.folder / "_".join(map(str, death))
         if not marker.exists():
             marker.touch()
+            time.sleep(0.3 * late)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -280,7 +282,7 @@ class DiesInBackward(Callback):
     def on_fit_start(self, run: Any) -> None:
         first = next(iter(run.task.network.parameters()))
         if first.requires_grad:
-            first.register_hook(lambda gradient: die(run.task, "gradient", run.state.step + 1))
+            first.register_hook(lambda gradient: die(run.task, "gradient", run.state.step + 1, late=True))
 
 
 class Counts(nn.Module):
