@@ -93,10 +93,15 @@ class ReplicaCheck:
         return True
 
     def sums(self, *, with_buffers: bool) -> Tensor | None:
-        """Return this rank's summands of the comparison, shape (2,), without waiting for the device."""
-        tensors = self._replicated(with_buffers=with_buffers)
+        """Return this rank's summands of the comparison, shape (2,), without waiting for the device.
+
+        `None` if there are no replicas.
+        """
+        if not self._has_replicas:
+            return None
         # One checksum of all tensors, to travel with the metrics; the one that differs is looked up only if need be.
-        return summands([tensors.values()])[0] if tensors else None
+        # Also of none, as on a stage without parameters: the metrics of all stages must have the same names.
+        return summands([self._replicated(with_buffers=with_buffers).values()])[0]
 
     def check_sums(
         self, sums: Sequence[float] | None, *, with_buffers: bool, first_check: Callable[[], None] = lambda: None
@@ -111,13 +116,11 @@ class ReplicaCheck:
 
     def check(self) -> None:
         """Raise UserError on every rank if the parameters of the replicas differ; waits for the device. Collective."""
-        sums = self.sums(with_buffers=False) if self._has_replicas else None
+        sums, strategy = self.sums(with_buffers=False), self._run.strategy
         if sums is not None:
-            self.check_sums(self._run.strategy.comm.all_reduce(sums).tolist(), with_buffers=False)
+            self.check_sums(strategy.comm.all_reduce(sums.to(strategy.device)).tolist(), with_buffers=False)
 
     def _replicated(self, *, with_buffers: bool) -> dict[str, Tensor]:
-        if not self._has_replicas:
-            return {}
         tensors = self._run.strategy.replicated(self._run.task)
         return {name: tensor for name, tensor in tensors.items() if with_buffers or isinstance(tensor, nn.Parameter)}
 

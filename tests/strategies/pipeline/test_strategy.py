@@ -9,12 +9,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 from trainkit.strategies.pipeline.strategy import PipelineStrategy
 from trainkit.strategies.single import SingleStrategy
 
 from tests.strategies.pipeline.models import Gpt, ManyInputs, Mlp, ResNet
 from tests.strategies.pipeline.simulation import short
 from tests.strategies.pipeline.training import Training, compare, largest_difference, make, step_batches
+from trainkit import Data, TaskModule, Trainer
 from trainkit.errors import UserError
 from trainkit.testing import RankFailure, run_ranks
 
@@ -491,3 +493,32 @@ def _threads_after_training(times):
 def test_the_process_groups_of_a_pipeline_end_with_it():
     for first, second, third in run_ranks(_threads_after_training, 4, 3):
         assert first == second == third
+
+
+class HeadWithoutParameters(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 4), torch.nn.Tanh()
+
+    def training_step(self, batch):
+        return self.head(self.body(batch[0])).square().mean()
+
+    def validation_step(self, batch):
+        return {"loss": self.training_step(batch)}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_replicas_with_a_stage_that_has_no_parameters_log_as_one_process_does():
+    losses = []
+    for strategy in (
+        SingleStrategy(device="cpu"),
+        PipelineStrategy(stages=2, replicas=2, split_points=["head"], device="cpu"),
+    ):
+        torch.manual_seed(0)
+        rows = TensorDataset(torch.randn(16, 4))
+        data = Data(train=rows, validation=rows, batch_size=8)  # from an evaluation ranks know the name of the loss
+        trainer = Trainer(strategy, max_duration="3step", log_every="1step", precision="fp64", loggers=[], run_dir=None)
+        losses.append(trainer.fit(HeadWithoutParameters(), data).metrics["train/loss"])
+    assert abs(losses[0] - losses[1]) < 1e-12
