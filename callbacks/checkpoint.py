@@ -6,7 +6,7 @@ import logging
 import math
 import socket
 from traceback import walk_tb
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -100,6 +100,7 @@ class Checkpoint(Callback):
         self._is_timed = self.every is not None and self.every.is_time
         self._interval = Interval(self.every)
         self._reason: str | None = None
+        self._due: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._is_prepared = False
         self._is_checked = False
@@ -135,6 +136,9 @@ class Checkpoint(Callback):
             store = run.checkpointer.store = CheckpointStore(store.folder, monitor=self.monitor)
         self._interval.start(run.state)
         self._reason = self._saved_step = None
+        if run.handed_over:  # the step whose hooks the loss of a rank has interrupted may be due
+            self._reason = self._due["reason"]
+            self._interval.next = self._due["next"]
         self._is_prepared = self._is_checked = False
         self._forget_failures()
         if run.resumed_from:
@@ -142,6 +146,13 @@ class Checkpoint(Callback):
             is_last = last is not None and last.step == run.state.step  # else later steps are made again
             # Only the main rank reads the manifest, and all ranks must agree on what is saved: saving is collective.
             self._saved_step = run.state.step if run.strategy.comm.broadcast_object(is_last) else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next `on_step_complete` decides by, for ranks that go on after the loss of one."""
+        return {"reason": self._reason, "next": self._interval.next}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._due = saved
 
     def on_epoch_start(self, run: Run) -> None:
         if not self._is_checked:  # after `on_fit_start` of all callbacks

@@ -9,7 +9,7 @@ those of the first replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ class MergedBuffers:
                 if may_be_merged(owner, buffer):
                     self._last[name] = buffer.clone()
         self._candidates = list(self._last)
+
+    def merged_names(self) -> list[str]:
+        """Return the names of the buffers to which ranks have written values of their own."""
+        return sorted(self._merged)
+
+    def remember(self, names: Iterable[str]) -> None:
+        """Merge these buffers too, as a resumed run did: its first steps may not write to them."""
+        self._merged.update(name for name in names if name in self._last)
 
     def named(self) -> dict[str, Tensor]:
         """Return the present tensors by name; one that is gone or has another shape is the last that fitted."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
@@ -63,6 +63,7 @@ from .transports.hosts import OwnGroups
 
 T = TypeVar("T")
 
+_MERGED = "merged_buffers"  # in the state of the strategy
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -138,6 +139,7 @@ class MultiProcessStrategy(Strategy):
         self._owns_group = False
         self._own_groups = OwnGroups(timedelta(seconds=self.timeout_seconds))
         self._buffers: MergedBuffers | None = None  # made equal after every step
+        self._merged_names: Sequence[str] = ()  # of the buffers that a resumed run has merged
         self._weighted_by: dict[str, bool] = {}  # name of a step method -> it returns weights
         self._watchdog: RankWatchdog | None = None
         self._stop_flag: SharedFlag | None = None
@@ -223,7 +225,8 @@ class MultiProcessStrategy(Strategy):
     def hands_over(self) -> bool:
         # A collective of NCCL that waits for a dead rank does not return.
         on_gloo = self.backend == "gloo" or (self.backend == "auto" and self._device_kind() == "cpu")
-        return self.is_replicated and on_gloo and has_full_gradients(self)
+        # Buffers of their own are lost with their ranks.
+        return self.is_replicated and self.broadcast_buffers and on_gloo and has_full_gradients(self)
 
     def _devices_per_rank(self) -> int:
         return 1
@@ -370,7 +373,20 @@ class MultiProcessStrategy(Strategy):
         with self.comm.waiting("the broadcast of parameters and buffers"):
             tensors = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
             broadcast(tensors, self.comm.group)
+        self._merged_names = ()
         self._buffers = MergedBuffers(task) if self.broadcast_buffers else None
+
+    def strategy_state(self) -> dict[str, Any]:
+        """Return which buffers are merged; collective."""
+        local_names = [] if self._buffers is None else self._buffers.merged_names()
+        names = set().union(*self.comm.all_gather_object(local_names))  # stages of a pipeline have different ones
+        return {_MERGED: dict.fromkeys(sorted(names), True)} if names else {}
+
+    def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
+        """Merge the buffers that the resumed run has merged."""
+        self._merged_names = list(saved.get(_MERGED, ()))
+        if self._buffers is not None:
+            self._buffers.remember(self._merged_names)
 
     def replicated(self, task: TaskModule) -> dict[str, Tensor]:
         """Return all parameters, and the buffers that are made equal, by name; raises UserError if that failed."""

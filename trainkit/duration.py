@@ -104,7 +104,8 @@ class Interval:
     def __init__(self, duration: Duration | None, *, at_first: bool = False) -> None:
         self.duration = duration
         self._at_first = at_first
-        self._next = math.inf
+        self.next = math.inf
+        """The time, steps or samples at which it is due."""
 
     def start(self, state: TrainState) -> None:
         """Count from the present state, which may be that of a resumed run."""
@@ -115,13 +116,13 @@ class Interval:
             state.sync_clock()
         # Multiples from the start of training, not from now: a resumed run is due where one without a break would be.
         passed = math.floor(self.duration.elapsed(state) / self.duration.value * (1 + _ROUNDING))
-        self._next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
+        self.next = (passed + 1) * self.duration.value * (1 - _ROUNDING)
         if self._at_first and state.step == 0:
-            self._next = 0.0
+            self.next = 0.0
 
     def due(self, state: TrainState) -> bool:
         """Return True once for each multiple of the duration that is reached."""
-        if self._next == math.inf or self.duration is None or self.duration.elapsed(state) < self._next:
+        if self.next == math.inf or self.duration is None or self.duration.elapsed(state) < self.next:
             return False
         # From the present state, as a step may pass several multiples: they are due once together.
         self.start(state)

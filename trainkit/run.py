@@ -32,6 +32,7 @@ from trainkit.task import TaskModule
 if TYPE_CHECKING:
     from trainkit.checkpoint.resized_buffers import Shapes
     from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
+    from trainkit.loops.handover import Flags, UndoableStep
     from trainkit.profiling import PeakMemoryTracker
     from trainkit.step_timer import StepTimer
 
@@ -210,8 +211,10 @@ class Run:
     """Step of the checkpoint that was restored last, by a resume or a rollback."""
     carried_state: Sequence[str] = ()
     """The attributes and buffers in which steps leave state for the next one, and which no checkpoint has."""
-    undo_step: Callable[[], bool] | None = None
-    """Takes a broken step back, and returns True if the state is that of a step; `None` if it cannot be handed over."""
+    undoable: UndoableStep | None = None
+    """Takes a broken step back; `None` if this rank's state is not handed over."""
+    handed_flags: Flags | None = None
+    """What was frozen, and what was in evaluation mode, where the state of a survivor was handed over."""
     pending_hooks: Sequence[PendingHook] = ()
     """The hooks that are still to be called for the last step."""
     interrupted_hook: PendingHook | None = None
@@ -232,7 +235,8 @@ class Run:
             # A full disk or a lost server must not end the training: SafeLogger turns errors of a logger into warnings.
             self.loggers = [SafeLogger(destination) for destination in self.loggers]
         self.loaders: list[BatchLoader] = []  # of evaluations
-        self._measured_at: dict[str, int] = {}  # metric -> the step at which it was logged
+        self.measured_at: dict[str, int] = {}
+        """The step at which each metric was logged."""
         self._hooks: dict[str, list[tuple[str, Callable[..., None]]]] = {}  # hook -> callbacks' classes and methods
         self.callback_seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds that the hooks of each class of callbacks took beside the steps, since they were cleared."""
@@ -330,13 +334,13 @@ class Run:
         self.check_folder()
         self.state.metrics.update(metrics)
         # `metrics` keeps the latest value of each; a checkpoint is listed only with those of its step.
-        self._measured_at.update(dict.fromkeys(metrics, self.state.step))
+        self.measured_at.update(dict.fromkeys(metrics, self.state.step))
         for destination in self.loggers:
             destination.write(metrics, step=self.state.step)
 
     def logged_at(self, name: str) -> int:
         """Return the step at which a metric was logged last; 0 if it was not, or only after a step rolled back to."""
-        step = self._measured_at.get(name, 0)
+        step = self.measured_at.get(name, 0)
         return step if step <= self.state.step else 0
 
     def log_last_losses(self) -> None:
@@ -402,7 +406,7 @@ class Run:
 
     def metrics_of_this_step(self) -> dict[str, float]:
         """Return the metrics that were logged at the present step."""
-        metrics, measured_at = self.state.metrics, self._measured_at
+        metrics, measured_at = self.state.metrics, self.measured_at
         return {name: metrics[name] for name, step in measured_at.items() if step == self.state.step}
 
 

@@ -270,10 +270,11 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def strategy_state(self) -> dict[str, Any]:
         """Return the state of the communication hook on every rank, complete on rank 0; collective."""
-        return self._hook_states.saved(self.comm)
+        return {**super().strategy_state(), **self._hook_states.saved(self.comm)}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
         """Restore this rank's state of the communication hook; from another number of ranks errors keep their sum."""
+        super().load_strategy_state(saved)
         self._hook_states.load(saved, self.comm)
 
 

@@ -379,6 +379,7 @@ class PipelineStrategy(MultiProcessStrategy):
         if self.broadcast_buffers:
             # Replicas have equal buffers of this stage; the others are placeholders here.
             self._buffers = MergedBuffers(task, is_shared=lambda name: placement.is_held(name, self.mesh.stage))
+            self._buffers.remember(self._merged_names)
         verify = int(fits) if self.verify == "auto" else 0 if self.verify == "off" else int(self.verify)
         self._to_verify = dict.fromkeys(self.staged_model.steps, verify)
         if phase:
@@ -731,9 +732,10 @@ class PipelineStrategy(MultiProcessStrategy):
 
     def strategy_state(self) -> dict[str, Any]:
         """Return the partition and the places of ranks, which a resumed run repeats."""
-        return {**self.staged_model.state(), "grid": self.mesh.grid}
+        return {**super().strategy_state(), **self.staged_model.state(), "grid": self.mesh.grid}
 
     def load_strategy_state(self, saved: Mapping[str, Any]) -> None:
+        super().load_strategy_state(saved)
         self.staged_model.load_state(saved)
 
     # ---- Profiles

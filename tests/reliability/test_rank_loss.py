@@ -305,6 +305,18 @@ class Counts(nn.Module):
         self.extra_calls = state
 
 
+class StagedOnly(Staged):
+    """One without buffers."""
+
+    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+        super().__init__(folder, deaths)
+        del self.steps_seen, self.growing
+
+    @property
+    def steps_seen(self) -> int:  # type: ignore[override]
+        return 0
+
+
 class StagedCounts(Staged):
     """One that changes buffers in each of its stages."""
 
@@ -317,26 +329,33 @@ class StagedCounts(Staged):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "max_grad_norm", "deaths"),
+    ("strategy", "kind", "max_grad_norm", "deaths"),
     [
         (
             partial(FSDPStrategy, devices=4, device="cpu", replicate=2),
+            Fragile,
             0.1,
             (("gradient", 1, 3), ("in step end", 2, 6), ("in evaluation end", 0, 8), ("in step complete", 3, 12)),
         ),
         (
-            # With a norm or merged buffers no stage would update before the others have their gradients.
-            partial(PipelineStrategy, stages=2, replicas=2, accumulate=1, broadcast_buffers=False, device="cpu"),
+            partial(PipelineStrategy, stages=2, replicas=2, accumulate=1, device="cpu"),
+            StagedCounts,
             None,
             (("gradient", 0, 3), ("in step end", 1, 6), ("in evaluation end", 3, 8), ("in step complete", 2, 12)),
         ),
+        (
+            # Without a norm and buffers no stage needs another one between its gradients and its update.
+            partial(PipelineStrategy, stages=2, replicas=2, device="cpu"),
+            StagedOnly,
+            None,
+            (("gradient", 0, 3),),
+        ),
     ],
-    ids=["fsdp", "pipeline"],
+    ids=["fsdp", "pipeline", "pipeline without buffers"],
 )
 def test_the_parts_of_the_state_are_put_together_where_each_has_a_survivor(
-    strategy: Any, max_grad_norm: float | None, deaths: tuple[Death, ...], tmp_path: Path
+    strategy: Any, kind: type[Fragile], max_grad_norm: float | None, deaths: tuple[Death, ...], tmp_path: Path
 ) -> None:
-    kind = StagedCounts if strategy.func is PipelineStrategy else Fragile
     task = kind(tmp_path, deaths)
     callbacks = [DiesInBackward(), Meets()]
     result, bookkeeper = fit(strategy(), task, tmp_path / "run", callbacks=callbacks, max_grad_norm=max_grad_norm)
@@ -344,7 +363,7 @@ def test_the_parts_of_the_state_are_put_together_where_each_has_a_survivor(
     assert bookkeeper.calls == CALLS
     lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
     assert [line["from"] for line in lines] == ["the memory of a surviving rank"] * len(deaths)
-    assert [line["step"] for line in lines] == [2, 6, 8, 12]
+    assert [line["step"] for line in lines] == [2, 6, 8, 12][: len(deaths)]
     assert_undisturbed(task, result, max_grad_norm=max_grad_norm)
     if isinstance(task, StagedCounts):
         assert (task.before.calls, task.after.calls) == (STEPS, STEPS)
@@ -543,17 +562,32 @@ def test_the_state_of_the_latest_step_is_handed_over(tmp_path: Path) -> None:
         handover.save(state_of(float(step)), step=step)
     newest = handover.newest()
     assert newest is not None and newest.step == 5
-    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["3_1_0", "5_1_0"]
-    started = Handover((str(tmp_path),), source=newest)
+    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["0_3_1_0", "0_5_1_0"]
+    started = Handover((str(tmp_path),), source=newest, attempt=1)
     assert started.load()["task"]["weights"].tolist() == [5.0, 5.0]
-    handover.save(state_of(6.0), step=6)  # by a rank that the others have lost meanwhile
+    started.save(state_of(5.5), step=5)  # before the first step, but after further hooks of the last one
+    assert started.newest() == (1, 5, [tmp_path / "1_5_1_0.pt"])
+    started.save(state_of(4.0), step=4)  # after a rollback, by a rank that the others have lost meanwhile
     started.discard()
     started.discard()  # another rank
-    assert handover.newest() == (6, [tmp_path / "6_1_0.pt"])
+    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["1_5_1_0"]
+
+
+def test_the_callbacks_have_the_state_of_the_main_rank_if_it_survives(tmp_path: Path) -> None:
+    handover = Handover((str(tmp_path),))
+    handover.save({**state_of(3.0), "callbacks": {"seen": "by rank 1"}}, step=3)
+    handover.save({**state_of(3.0), "callbacks": {"seen": "by rank 0"}}, step=3, is_main=True)
+    newest = handover.newest()
+    assert newest is not None
+    started = Handover((str(tmp_path),), source=newest, attempt=1)
+    assert started.load()["callbacks"] == {"seen": "by rank 0"}
+    started.discard()
+    assert started.newest() is None
+    assert not list(tmp_path.glob("*.main"))
 
 
 def state_of(value: float) -> dict[str, Any]:
-    return {"task": {"weights": torch.full((2,), value)}, "optimizer": {}}
+    return {"task": {"weights": torch.full((2,), value)}, "optimizer": {}, "strategy": {}}
 
 
 def test_a_state_in_parts_is_handed_over_once_all_parts_of_a_step_are_there(tmp_path: Path) -> None:
@@ -564,6 +598,7 @@ def test_a_state_in_parts_is_handed_over_once_all_parts_of_a_step_are_there(tmp_
         state = {
             "task": {"weights": shard_placeholder("weights", weights), f"only {part}": step},
             "optimizer": {"state": {part: {"exp_avg": shard_placeholder(rest, weights.T) if part else step}}},
+            "strategy": {},
             "callbacks": {callback: step},
         }
         own = (weights + step)[rows[part] : rows[part + 1]].reshape(-1)
@@ -581,15 +616,19 @@ def test_a_state_in_parts_is_handed_over_once_all_parts_of_a_step_are_there(tmp_
     save(4, 1, callback="second")
     newest = handover.newest()
     assert newest is not None and newest.step == 4
-    started = Handover((str(tmp_path),), source=newest)
+    started = Handover((str(tmp_path),), source=newest, attempt=1)
     loaded = in_memory(started.load())
     assert torch.equal(loaded["task"]["weights"], weights + 4)
     assert (loaded["task"]["only 0"], loaded["task"]["only 1"]) == (4, 4)
     assert loaded["optimizer"]["state"][0] == {"exp_avg": 4}
     assert torch.equal(loaded["optimizer"]["state"][1]["exp_avg"], weights.T)
     assert loaded["callbacks"] == {"first": 4}
-    started.discard()
-    assert [path.stem for path in tmp_path.glob("*.pt")] == ["5_2_0"]
+    save(5, 1, callback="second")
+    assert handover.newest() == (0, 5, [tmp_path / "0_5_2_0.pt", tmp_path / "0_5_2_1.pt"])
+    # A part of a later start is another one: its random numbers are others.
+    started.save({**state_of(6.0)}, step=6, part=(0, 2))
+    handover.save({**state_of(6.0)}, step=6, part=(1, 2))
+    assert handover.newest() == (0, 5, [tmp_path / "0_5_2_0.pt", tmp_path / "0_5_2_1.pt"])
     with pytest.raises(ValueError, match="the shards of weights are not all of its 10 elements"):
         TensorOfShards(shard_placeholder("weights", weights), [TensorShard("weights", weights[3:].reshape(-1), 6, 10)])
 
@@ -599,7 +638,7 @@ def test_a_state_without_room_in_memory_goes_to_the_next_folder(tmp_path: Path) 
     folder.mkdir()
     first = tmp_path / "first"
     first.mkdir()
-    (first / "3_1_0.part").symlink_to(full)
+    (first / "0_3_1_0.part").symlink_to(full)
     handover = Handover((str(first), str(folder)))
     handover.save({"weights": torch.zeros(200_000)}, step=3)
     newest = handover.newest()
@@ -613,7 +652,7 @@ def test_folders_of_killed_programs_are_removed_and_those_in_use_are_not(tmp_pat
     abandoned, young = tmp_path / "trainkit-handover-1-a", tmp_path / "trainkit-handover-1-b"
     for folder in (abandoned, young):
         folder.mkdir()
-        (folder / "3_1_0.pt").touch()
+        (folder / "0_3_1_0.pt").touch()
     os.utime(abandoned, (0, 0))
     with recovery().entered() as used:
         for folder in used.folders:

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from filelock import Timeout
+from torch import Tensor
 
 from trainkit.checkpoint.sharded_state import PLACE, TensorOfShards, TensorShard, replace_placeholders
 from trainkit.files import file_lock
@@ -39,6 +40,7 @@ SHARED_MEMORY = "/dev/shm"  # a file there is memory that outlives its process
 START_SECONDS, END_SECONDS, SAVE_SECONDS = 0.5, 5.0, 60.0  # the last one may be in the middle of a long step
 _REFUSED, _BEGUN, _IN_USE = "refused", "begun", "in_use"
 _PREFIX = "trainkit-handover-"
+_PART, _OF_MAIN = ".pt", ".main"  # files with a part of the state, and with the state of the main rank's callbacks
 _ABANDONED_SECONDS = 60.0  # after which a folder that nobody has locked is one of a killed process
 
 
@@ -52,6 +54,8 @@ class SavedStep(NamedTuple):
 class SavedParts(NamedTuple):
     """The state after a step, in one file for each of its parts."""
 
+    attempt: int
+    """The number of the start whose ranks have left it."""
     step: int
     paths: list[Path]
 
@@ -70,24 +74,37 @@ class Handover:
     """When that was, by the monotonic clock of the machine."""
     replaces: bool = True
     """True if there are as many ranks as before."""
+    attempt: int = 0
+    """Number of earlier starts."""
 
     def save(
-        self, state: dict[str, Any], shards: Sequence[TensorShard] = (), *, step: int, part: tuple[int, int] = (0, 1)
+        self,
+        state: dict[str, Any],
+        shards: Sequence[TensorShard] = (),
+        *,
+        step: int,
+        part: tuple[int, int] = (0, 1),
+        is_main: bool = False,
     ) -> None:
         """Write a state, unless other ranks have written this part of it, or the whole of a later step.
 
-        `shards` are the tensors for which the state has placeholders. A rank that is killed meanwhile leaves the turn
-        to the next.
+        `shards` are the tensors for which the state has placeholders. The state of callbacks is that of the main rank
+        if it survives. A rank that is killed meanwhile leaves the turn to the next.
         """
+        number, count = part
         # One after the other: copies of all ranks at once might not fit into memory.
         with file_lock(Path(self.folders[0], "lock")):
-            newest, number = self.newest(), part[0]
-            if number not in self._parts().get((step, part[1]), {}) and (newest is None or newest.step < step):
-                self._write((state, list(shards)), f"{step}_{part[1]}_{number}.pt")
+            newest = self.newest()
+            if newest is not None and newest.step > step and newest.attempt == self.attempt:
+                return
+            if is_main:
+                self._write(state["callbacks"], f"{self.attempt}_{step}{_OF_MAIN}")
+            if number not in self._parts().get((self.attempt, step, count), {}):
+                elements = [shard.elements for shard in shards]
+                self._write((state, list(shards)), f"{self.attempt}_{step}_{count}_{number}{_PART}", elements)
 
-    def _write(self, content: tuple[dict[str, Any], list[TensorShard]], name: str) -> None:
-        state, shards = content
-        size = num_bytes(tensors_in([state, *(shard.elements for shard in shards)]))
+    def _write(self, content: Any, name: str, elements: Sequence[Tensor] = ()) -> None:
+        size = num_bytes(tensors_in([content, *elements]))
         # A rank is often killed because memory is short: a copy in memory would cost the next one.
         is_short = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * size
         for folder in self.folders[-1:] if is_short else self.folders:
@@ -97,51 +114,59 @@ class Handover:
                 torch.save(content, part)
             # torch raises RuntimeError for a full disk, as a container's small /dev/shm is.
             except (OSError, RuntimeError) as error:
-                part.unlink(missing_ok=True)
                 if folder == self.folders[-1]:
                     raise
                 logger.debug("no room for a state in %s: %s", folder, error)
             else:
                 part.replace(path)
                 return
+            finally:
+                part.unlink(missing_ok=True)
 
     def load(self) -> dict[str, Any]:
         """Return the state to go on from; its tensors are read when they are used."""
         assert self.source is not None
-        # Not `weights_only`: the files are private to this run, and a callback's state may hold anything.
-        contents = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in self.source.paths]
+        contents = [_loaded(path) for path in self.source.paths]
         shards: dict[str, list[TensorShard]] = {}
         for _, local_shards in contents:
             for shard in local_shards:
                 shards.setdefault(shard.name, []).append(shard)
         states = [state for state, _ in contents]
-        state = {**states[0], **{key: _joined([state[key] for state in states]) for key in ("task", "optimizer")}}
+        state = {
+            **states[0],
+            **{key: _joined([state[key] for state in states]) for key in ("task", "optimizer", "strategy")},
+        }
+        for path in self._files(f"{self.source.attempt}_{self.source.step}{_OF_MAIN}"):
+            state["callbacks"] = _loaded(path)
         replace_placeholders(state, lambda placeholder: TensorOfShards(placeholder, shards[placeholder[PLACE]]))
         return state
 
     def discard(self) -> None:
-        """Remove the state that the ranks have gone on from, which takes memory; any rank may call it."""
-        # Also parts of earlier steps, but none of a later one: another rank may be handing it over.
-        for (step, _), parts in self._parts().items():
-            for path in parts.values() if self.source is not None and step <= self.source.step else ():
+        """Remove the states of earlier starts, which take memory; any rank may call it."""
+        # None of this start: another rank may be handing it over.
+        for path in self._files(f"*{_PART}", f"*{_OF_MAIN}"):
+            if int(path.stem.partition("_")[0]) < self.attempt:
                 path.unlink(missing_ok=True)
 
     def newest(self) -> SavedParts | None:
         """Return the state of the latest step of which all parts are there."""
         complete = [
-            SavedParts(step, [parts[number] for number in range(count)])
-            for (step, count), parts in self._parts().items()
+            SavedParts(attempt, step, [parts[number] for number in range(count)])
+            for (attempt, step, count), parts in self._parts().items()
             if len(parts) == count
         ]
-        return max(complete, default=None)
+        return max(complete, default=None)  # of the last start: after a rollback its steps are earlier
 
-    def _parts(self) -> dict[tuple[int, int], dict[int, Path]]:
-        """Return the files by step and number of parts, each by the number of its part."""
-        files: dict[tuple[int, int], dict[int, Path]] = defaultdict(dict)
-        for path in (path for folder in self.folders for path in Path(folder).glob("*.pt")):
-            step, count, number = map(int, path.stem.split("_"))
-            files[step, count][number] = path
+    def _parts(self) -> dict[tuple[int, int, int], dict[int, Path]]:
+        """Return the files by start, step and number of parts, each by the number of its part."""
+        files: dict[tuple[int, int, int], dict[int, Path]] = defaultdict(dict)
+        for path in self._files(f"*{_PART}"):
+            attempt, step, count, number = map(int, path.stem.split("_"))
+            files[attempt, step, count][number] = path
         return files
+
+    def _files(self, *patterns: str) -> list[Path]:
+        return [path for folder in self.folders for pattern in patterns for path in Path(folder).glob(pattern)]
 
     def begin(self) -> None:
         """Record that the ranks begin to train."""
@@ -160,6 +185,11 @@ class Handover:
     def is_refused(self) -> bool:
         """True if `refuse` was called."""
         return Path(self.folders[0], _REFUSED).exists()
+
+
+def _loaded(path: Path) -> Any:
+    # Not `weights_only`: the files are private to this run, and a callback's state may hold anything.
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
 def _joined(states: list[Any]) -> Any:
@@ -244,4 +274,6 @@ class Recovery:
         Path(self.handover.folders[0], _BEGUN).unlink(missing_ok=True)
         self.checkpoint = None if saved is None else str(saved.path)
         source = newest if newest is not None and newest.step == reached else None
-        return Handover(self.handover.folders, source, " and ".join(lost), since, self.keeps_ranks)
+        attempt = self.handover.attempt + 1
+        self.handover = Handover(self.handover.folders, source, " and ".join(lost), since, self.keeps_ranks, attempt)
+        return self.handover

@@ -43,6 +43,7 @@ class Checkpointer:
             from trainkit.checkpoint.store import CHECKPOINTS, CheckpointStore
 
             self.store = CheckpointStore(run.run_dir / CHECKPOINTS)
+        self._has_warned = False  # of state that is not saved
         self.trainable_only = False
         self.first_buffers: Shapes = {}
         # The hash reads all frozen parameters, so it is computed again only if other parameters are frozen.
@@ -104,8 +105,9 @@ class Checkpointer:
 
     def _warn_of_unsaved_state(self) -> None:
         """Warn once of state that steps leave for the next one where no checkpoint has it."""
-        names, self._run.carried_state = self._run.carried_state, ()
-        if names and self._run.is_main:
+        names = self._run.carried_state
+        if names and not self._has_warned and self._run.is_main:
+            self._has_warned = True
             logger.warning(
                 "steps of %s leave state for the next one in %s, which checkpoints do not have: a resumed run begins "
                 "without it. Keep tensors in buffers (self.register_buffer), and return the rest from get_extra_state.",

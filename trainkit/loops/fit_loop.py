@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _AFTER_STEP: Sequence[PendingHook] = (("on_step_end", (), 0), ("on_step_complete", (), 0))
 _AFTER_EPOCH: Sequence[PendingHook] = (_AFTER_STEP[0], ("on_epoch_end", (), 0), _AFTER_STEP[1])
+_AT_END: Sequence[PendingHook] = (("on_fit_end", (), 0),)
+_ENDED: Sequence[PendingHook] = (("on_fit_end", (), sys.maxsize),)  # for no callback
 
 
 class FitLoop:
@@ -63,6 +67,7 @@ class FitLoop:
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
         self._undoable: UndoableStep | None = None
+        self._first_at_end = 0  # the callback whose `on_fit_end` is called first
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
         self.auto_micro_batch: AutoMicroBatch | None = None
         if run.strategy.auto_micro_batch:
@@ -97,14 +102,21 @@ class FitLoop:
 
     def end(self) -> None:
         """Leave the weights to evaluate with in the task, and call callbacks for the last time; collective."""
-        for phase_optimizer in self._run.phase_optimizers:
+        run = self._run
+        for phase_optimizer in run.phase_optimizers:
             phase_optimizer.set_mode(training=False)
-        self._run.emit("on_fit_end")
+        first, run.pending_hooks = self._first_at_end, _AT_END
+        run.emit("on_fit_end", start=first)
+        run.pending_hooks = _ENDED
 
     def start(self) -> None:
         """Compose the step and prepare the task for it; repeat an evaluation that was interrupted. Collective."""
         run = self._run
         begin_training(run.task)
+        if run.handed_flags is not None:
+            from trainkit.loops.handover import set_flags
+
+            set_flags(run.task, run.handed_flags)
         # Gradients that the caller left in the task would be added to those of the first step.
         run.task.zero_grad(set_to_none=True)
         run.follow_stopping_hooks()
@@ -136,9 +148,15 @@ class FitLoop:
         run = self._run
         while run.pending_hooks:
             hook, arguments, first = run.pending_hooks[0]
+            if hook == "on_fit_end":  # the last step is complete, and `end` calls it
+                self._first_at_end, run.pending_hooks = first, ()
+                return
             if hook != "on_step_end":  # the evaluation is between it and the others
                 self._evaluate_if_due()
-            run.emit(hook, *arguments, start=first)
+            # The one at the end of an evaluation reads the weights that were evaluated.
+            evaluated = hook == "on_evaluation_end"
+            with run.optimizers_in_evaluation() if evaluated else nullcontext():
+                run.emit(hook, *arguments, start=first)
             run.pending_hooks = run.pending_hooks[1:]
         self._evaluate_if_due()
 
@@ -159,7 +177,8 @@ class FitLoop:
 
     def _epoch_batches(self, registrations: list[int]) -> Iterator[StepBatch]:
         run, state = self._run, self._run.state
-        run.emit("on_epoch_start")
+        if not (run.handed_over and state.position):  # otherwise the ranks before a loss have called it
+            run.emit("on_epoch_start")
         first_step = state.step
         batches = run.strategy.step_batches(
             self._loader.timed_batches(state.epoch, state.position), pin_memory=self._loader.stage_data.pin_memory
@@ -347,8 +366,12 @@ class FitLoop:
         run.state.evaluation_due = True
         # A loss that is not finite must raise or roll back before it costs an evaluation.
         self._policy.check()
+        if self._undoable is not None:
+            self._undoable.begin_evaluation()
         with run.optimizers_in_evaluation():
             metrics = self._validation.run()
+            if self._undoable is not None:
+                self._undoable.end()  # it is complete, and what it has changed counts
             self._evaluated_step = run.state.step
             if metrics is None:
                 self._is_stopping = True
@@ -358,6 +381,8 @@ class FitLoop:
             for phase_optimizer in run.phase_optimizers:
                 phase_optimizer.step_schedules("metric", metrics)
             run.emit("on_evaluation_end", "validation", metrics)
+        if self._undoable is not None:
+            self._undoable.end_evaluation()
 
 
 def single_step(phase: PhaseStep) -> TrainStep:

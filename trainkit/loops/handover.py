@@ -5,88 +5,133 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.callback import Callback
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import Collectives
 from trainkit.distributed.launcher import is_consequence
 from trainkit.files import open_to_append, optional_file
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
+from trainkit.model.carried_state import is_looked_at
 from trainkit.phases import PhaseStep
 from trainkit.run import Run
+from trainkit.run_dir.failure import clear_failures, record_failure
 from trainkit.strategy import local_state, metric_modules
+from trainkit.task import TaskModule
 
 logger = logging.getLogger(__name__)
 
+FIRST_STEPS = 3  # in which steps may set buffers that were `None`
 FILENAME = "rank_losses.jsonl"
-_PENDING, _STOP = "pending_hooks", "stop_reason"  # in the payload, beside what a checkpoint has
+# In the payload, beside what a checkpoint has.
+_PENDING, _STOP, _MEASURED, _FLAGS, _ATTRIBUTES = "pending_hooks", "stop_reason", "measured_at", "flags", "attributes"
 
 
 class UndoableStep:
-    """Takes back a step that the loss of another rank has broken.
+    """Takes back a step or an evaluation that the loss of another rank has broken.
 
-        lost in forward, backward, sum    buffers, metrics and generators are restored, weights were not touched
+        lost in forward, backward, sum    what these change is restored; weights were not touched
         lost in an update                 the state is neither that of this step nor of the last: it is not used
         lost after the step               the state is that of this step
+        lost in an evaluation             what it has changed is restored, and it is repeated
 
     No rank finishes a step before all have sent their gradients. So the survivor with the most steps is right: it has
-    the sum that the others lack.
+    the sum that the others lack. A state that cannot be taken back is not handed over, and a checkpoint must do.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._is_begun = False
+        self._steps = 0
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []  # where the buffers of modules are
-        self._copies: list[Tensor] = []  # of the buffers
         self._extra: list[nn.Module] = []  # modules with an extra state
         self._metrics: list[nn.Module] = []
-        self._kept: tuple[list[Any], Any] = [], None  # copies of these states
-        run.undo_step = self.undo
+        self._saves_its_way = False  # a module, whose state only its own code knows
+        self._weights: list[Tensor] = []
+        self._written: dict[int, Tensor] = {}  # weights that steps write to, such as a momentum encoder's, by position
+        # What there was before the step: copies, and counts of writes.
+        self._copies: list[Tensor] = []  # of the buffers
+        self._written_copies: list[Tensor] = []
+        self._kept: tuple[list[Any], Any] = [], None
+        self._versions: list[int] = []
+        self._had_gradients = False
+        # Such a callback may swap the weights for an evaluation; ours swap them back for what is saved.
+        self._may_swap = any(
+            type(callback).on_evaluation_start is not Callback.on_evaluation_start
+            and not type(callback).__module__.startswith("trainkit.callbacks.")
+            for callback in run.callbacks
+        )
+        self._is_evaluating = False
+        self._evaluated_flags: Flags | None = None  # from before the evaluation
+        self._attributes = _plain_attributes(run.task)
+        run.undoable = self
 
     def find_state(self) -> None:
         """Find what a step may change; called when a module has registered something."""
         # Not in each step, which would take as long as a small step itself.
         task, strategy = self._run.task, self._run.strategy
-        held = {id(tensor) for tensor in local_state(strategy, task).values()}
-        self._buffers = [
-            (module._buffers, name)
-            for module in task.modules()
-            for name, tensor in module._buffers.items()
-            if id(tensor) in held and not cast(Tensor, tensor).is_meta
-        ]
+        held = local_state(strategy, task)
+        self._buffers = _present_buffers(task, self._held())
         self._copies = []
         self._extra = [m for m in task.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
         self._metrics = metric_modules(strategy, task)
+        self._saves_its_way = any(_saves_its_way(module) for module in task.modules())
+        parameters = dict(task.named_parameters())
+        written = {id(tensor) for tensor in self._written.values()}
+        self._weights = [tensor for name, tensor in held.items() if name in parameters and not tensor.is_meta]
+        self._written = {index: tensor for index, tensor in enumerate(self._weights) if id(tensor) in written}
+
+    def _held(self) -> set[int]:
+        return {id(tensor) for tensor in local_state(self._run.strategy, self._run.task).values()}
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return a phase of the step that can be taken back until its first update."""
-        return replace(
-            phase,
-            forward_backward=partial(self._forward_backward, phase.forward_backward),
-        )
+        return replace(phase, forward_backward=partial(self._forward_backward, phase.forward_backward))
 
     def _forward_backward(
         self, forward_backward: Callable[[StepBatch], list[StepOutput]], batch: StepBatch
     ) -> list[StepOutput]:
         if not self._is_begun:  # the first phase of the step
-            self._is_begun = True
-            self._keep_buffers()
-            # Without random generators: those of the dead rank are lost, and all get new seeds.
-            with self._run.strategy.readable():
-                self._kept = (
-                    [deepcopy(module.get_extra_state()) for module in self._extra],
-                    preserve_state(self._metrics) if self._metrics else None,
-                )
-        return forward_backward(batch)
+            self._steps += 1
+            if 1 < self._steps <= FIRST_STEPS:  # the first step may have set buffers that were `None`
+                self.find_state()
+            self.begin()
+            # Those of a task with a manual step may wait for a later update, and no payload has them.
+            self._had_gradients = self._run.task.manual and _has_gradients(self._run.task)
+        if self._run.strategy.is_updating or not is_looked_at(self._steps):
+            return forward_backward(batch)
+        # By values, as a write to `parameter.data` is not counted.
+        values = [tensor.detach().clone() for tensor in self._weights]
+        outputs = forward_backward(batch)
+        for index, (tensor, value) in enumerate(zip(self._weights, values, strict=True)):
+            if index not in self._written and not torch.equal(tensor, value):
+                self._written[index] = tensor
+                self._written_copies.append(value)
+        return outputs
+
+    def begin(self) -> None:
+        """Keep what a step or an evaluation may change."""
+        self._is_begun = True
+        self._keep_buffers()
+        self._written_copies = [tensor.detach().clone() for tensor in self._written.values()]
+        # Private: torch has no public count of writes to a tensor; comparing values would cost a copy.
+        self._versions = [tensor._version for tensor in self._weights]
+        # Without random generators: those of the dead rank are lost, and all get new seeds.
+        with self._run.strategy.readable():
+            self._kept = (
+                [deepcopy(module.get_extra_state()) for module in self._extra],
+                preserve_state(self._metrics) if self._metrics else None,
+            )
 
     def _keep_buffers(self) -> None:
         tensors = [cast(Tensor, buffers[name]) for buffers, name in self._buffers]
@@ -98,23 +143,118 @@ class UndoableStep:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, tensors)  # in a third of the time of single copies
 
+    def begin_evaluation(self) -> None:
+        """Keep what an evaluation may change."""
+        self.begin()
+        self._is_evaluating, self._evaluated_flags = True, _flags_of(self._run.task)
+
     def end(self) -> None:
-        """End the step, which is counted."""
+        """End the step, which is counted, or the evaluation."""
         self._is_begun = self._run.strategy.is_updating = False
+        self._evaluated_flags = None
+
+    def end_evaluation(self) -> None:
+        """Note that callbacks have put the weights back, in place of which they may have evaluated others."""
+        self._is_evaluating = False
 
     def undo(self) -> bool:
-        """Return to the end of the last step; return False if the state is that of no step."""
-        is_updating = self._run.strategy.is_updating
-        if self._is_begun and not is_updating:
-            extra_states, metric_states = self._kept
-            # Not copied into the buffers, which the step may have replaced.
-            for (buffers, name), copy in zip(self._buffers, self._copies, strict=True):
-                buffers[name] = copy
-            for module, state in zip(self._extra, extra_states, strict=True):
-                module.set_extra_state(state)
-            if metric_states is not None:
-                restore(metric_states)
-        return not is_updating
+        """Return to the end of the last step; return False if the state is that of no step, or is not all known."""
+        run = self._run
+        versions = [tensor._version for tensor in self._weights]
+        is_written = any(
+            version != versions[index] for index, version in enumerate(self._versions) if index not in self._written
+        )
+        if run.strategy.is_updating or (is_written and (self._may_swap if self._is_evaluating else self._is_begun)):
+            return False
+        if not self._is_begun:
+            return not (run.task.manual and _has_gradients(run.task))
+        known = {(id(buffers), name) for buffers, name in self._buffers}
+        has_new = any((id(buffers), name) not in known for buffers, name in _present_buffers(run.task, self._held()))
+        if self._saves_its_way or self._had_gradients or has_new:
+            return False
+        self._take_back()
+        return True
+
+    def _take_back(self) -> None:
+        extra_states, metric_states = self._kept
+        # Not copied into the buffers, which the step may have replaced.
+        for (buffers, name), copy in zip(self._buffers, self._copies, strict=True):
+            buffers[name] = copy
+        with torch.no_grad():
+            for tensor, copy in zip(self._written.values(), self._written_copies, strict=True):
+                tensor.copy_(copy)
+        for module, state in zip(self._extra, extra_states, strict=True):
+            module.set_extra_state(state)
+        if metric_states is not None:
+            restore(metric_states)
+
+    def flags(self) -> Flags:
+        """Return what is frozen and what is in evaluation mode between two steps."""
+        return self._evaluated_flags or _flags_of(self._run.task)
+
+    def changed_attributes(self) -> list[str]:
+        """Return the names of what no checkpoint has and is not as it was at the start."""
+        present = _plain_attributes(self._run.task)
+        changed = [name for name, value in self._attributes.items() if present.get(name, value) != value]
+        return sorted({*changed, *self._run.carried_state})
+
+
+class Flags(NamedTuple):
+    """What a callback may change in a task and a checkpoint does not have."""
+
+    frozen: frozenset[str]
+    """Names of parameters."""
+    evaluating: frozenset[str]
+    """Names of modules."""
+
+
+def set_flags(task: TaskModule, flags: Flags) -> None:
+    """Give a task the flags of another one with the same names."""
+    for name, parameter in task.named_parameters():
+        if parameter.requires_grad == (name in flags.frozen):
+            parameter.requires_grad_(name not in flags.frozen)
+    for name, module in task.named_modules():
+        module.training = name not in flags.evaluating
+
+
+def _flags_of(task: TaskModule) -> Flags:
+    return Flags(
+        frozenset(name for name, parameter in task.named_parameters() if not parameter.requires_grad),
+        frozenset(name for name, module in task.named_modules() if not module.training),
+    )
+
+
+def _present_buffers(task: TaskModule, held: Container[int]) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Return where the buffers are that this rank holds, whose ids are `held`."""
+    return [
+        (module._buffers, name)
+        for module in task.modules()
+        for name, tensor in module._buffers.items()
+        if id(tensor) in held and not cast(Tensor, tensor).is_meta
+    ]
+
+
+def _plain_attributes(task: TaskModule) -> dict[str, Any]:
+    """Return the numbers and texts in attributes of the user's modules by name, but of those that save their own."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in task.named_modules()
+        if not type(module).__module__.startswith(("torch.", "trainkit."))
+        and type(module).get_extra_state is nn.Module.get_extra_state
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and name != "training"
+    }
+
+
+def _has_gradients(task: TaskModule) -> bool:
+    return any([parameter.grad is not None for parameter in task.parameters()])
+
+
+def _saves_its_way(module: nn.Module) -> bool:
+    """Return True if a module of the user's has code for its state dict, which may change more than buffers."""
+    hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
+    codes = [type(module)._save_to_state_dict, *hooks]
+    return not all(str(getattr(code, "__module__", "")).startswith("torch.") for code in codes)
 
 
 def hand_over(run: Run, error: BaseException) -> bool:
@@ -131,18 +271,30 @@ def hand_over(run: Run, error: BaseException) -> bool:
         return False
     if handover.is_refused:  # by a rank with an error of its own, which this one follows from
         return False
-    if run.undo_step is None or not run.undo_step():
+    # Its parts of a failed run's record, in case that the launcher starts nothing again: it does so after a kill alone.
+    record_failure(run, error)
+    if run.undoable is None or (run.means is not None and run.means.nonfinite_steps()) or not run.undoable.undo():
         return True
-    comm = strategy.comm
+    comm, checkpointer = strategy.comm, run.checkpointer
+    strategy.end_phases()  # or what other phases train would be taken for frozen
     # A process by itself: the others are gone, and each of them has the same state.
     strategy.comm = Collectives()
     try:
         with run.optimizers_in_evaluation():  # as for a checkpoint
-            shards = run.checkpointer.shards()
-            # A callback may have requested a stop that the ranks have not agreed on: without it they would go on.
-            state = {**run.checkpointer.payload(shards), _PENDING: _pending_hooks(run), _STOP: run.stop_reason}
-        part, local_shards = strategy.state_part, [] if shards is None else shards.shards
-        handover.save(state, local_shards, step=run.state.step, part=part)
+            shards = checkpointer.shards()
+            checkpointer.trainable_only = False
+            state = {
+                **checkpointer.payload(shards),
+                _PENDING: _pending_hooks(run),
+                # A callback may have requested a stop that the ranks have not agreed on: without it they would go on.
+                _STOP: run.stop_reason,
+                _MEASURED: run.measured_at,
+                _FLAGS: run.undoable.flags(),
+                _ATTRIBUTES: run.undoable.changed_attributes(),
+            }
+            local_shards = [] if shards is None else shards.shards
+            # Inside the block: the tensors are those of the task, which trains with others.
+            handover.save(state, local_shards, step=run.state.step, part=strategy.state_part, is_main=comm.is_main)
     except Exception as failure:
         # Another rank or a checkpoint may do.
         logger.warning("the state of rank %d could not be handed over: %s", comm.rank, failure)
@@ -169,7 +321,17 @@ def take_over(run: Run) -> tuple[dict[str, Any], str] | None:
         return None
     payload = handover.load()
     run.pending_hooks, run.stop_reason = tuple(payload.pop(_PENDING)), payload.pop(_STOP)
+    run.measured_at, run.handed_flags = payload.pop(_MEASURED), payload.pop(_FLAGS)
     run.handed_over = True
+    names = payload.pop(_ATTRIBUTES)
+    if names and run.is_main:
+        logger.warning(
+            "%s of %s changed during the run, and no checkpoint has it: from here on it is again what the task begins "
+            "with. Keep tensors in buffers, and return the rest from get_extra_state; a callback sets what it changes "
+            "again in on_fit_start.",
+            ", ".join(names),
+            type(run.task).__name__,
+        )
     return payload, "the memory of a surviving rank"
 
 
@@ -186,6 +348,7 @@ def report_loss(run: Run) -> None:
     repeated = "" if run.handed_over else "; the steps since then are repeated"
     logger.warning("%s; %s after %.1f s, from %s at step %d%s.", handover.lost, how, seconds, where, step, repeated)
     if run.run_dir is not None:
+        clear_failures(run.run_dir)  # of ranks that are replaced
         record = {"step": step, "lost": handover.lost, "from": where, "seconds": seconds, "ranks": num_ranks}
         path = Path(run.run_dir, FILENAME)
         with optional_file(path), open(open_to_append(path), "a", encoding="utf-8") as file:

@@ -210,7 +210,7 @@ class NonFinitePolicy:
         # A stop that a step of the discarded part requested is requested again when that step is repeated.
         if run.stopped_by is None:
             run.stop_reason = None
-        run.pending_hooks = ()  # of the discarded step
+        run.pending_hooks, run.interrupted_hook = (), None  # of the discarded step
         for destination in run.loggers:
             assert run.run_dir is not None
             # Opened again at the restored step, a logger removes what the discarded steps have written.
@@ -293,7 +293,7 @@ class RollbackPoint:
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1], run.strategy.comm).payload
         check_payload(payload, str(checkpoint[1]))
-        undo_step, run.undo_step = run.undo_step, None  # a half restored state is not handed over
+        undoable, run.undoable = run.undoable, None  # a half restored state is not handed over
         run.checkpointer.restore(payload, where=str(checkpoint[1]))
         run.checkpointer.restore_rng(payload)
         state.resume_clock(seconds)
@@ -306,7 +306,7 @@ class RollbackPoint:
             phase_optimizer.set_mode(training=True)
         for phase_optimizer in run.phase_optimizers:  # of the step that was not finished
             phase_optimizer.zero_grad()
-        run.undo_step = undo_step
+        run.undoable = undoable
 
 
 def list_samples(samples: Sequence[int]) -> str:

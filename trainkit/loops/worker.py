@@ -107,9 +107,14 @@ def fit_on_rank(
                 # After the restore, so that the speed counts this part of the run only.
                 seconds, samples = run.state.own_seconds, run.state.samples
                 loop.run()
+                # Until rank 0 is done a loss would repeat what the others would have to hand over.
+                if strategy.handover is not None:
+                    strategy.comm.barrier()
         except BaseException as error:
             if hand_over(run, error):
-                raise  # the others decide nothing: the launcher starts this rank again, or ends the run
+                # The launcher starts this rank again, or ends the run: then this is its record.
+                _write_summary(run, _result_of(run, seconds, samples), status="failed")
+                raise
             # The record first: a callback may hang, and the ranks of a failed run are ended within seconds.
             record_failure(run, error)
             run.report_exception(error)
