@@ -311,10 +311,7 @@ class StagedOnly(Staged):
     def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
         super().__init__(folder, deaths)
         del self.steps_seen, self.growing
-
-    @property
-    def steps_seen(self) -> int:  # type: ignore[override]
-        return 0
+        self.steps_seen = 0
 
 
 class StagedCounts(Staged):
