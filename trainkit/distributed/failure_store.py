@@ -43,6 +43,10 @@ class RankError(RemoteRankError):
     """Another rank failed, died or timed out; the message names it."""
 
 
+class RankTimeout(RankError):
+    """Another rank did not come in time; nobody has died."""
+
+
 def stopped(where: str, cause: str) -> RankError:
     """Return the error of a rank that stops waiting in `where` because of another rank's failure."""
     return RankError(f"stopped while waiting in {where}, because {cause}")
@@ -51,7 +55,7 @@ def stopped(where: str, cause: str) -> RankError:
 def timed_out(store: FailureStore, *, where: str, seconds: float) -> RankError:
     """Return the error of a rank that waited longer than `seconds` in `where`; it names the position of each rank."""
     rank, positions = store.rank, store.who_waits()
-    return RankError(f"rank {rank} timed out after {seconds:g} s in {where}. Position of each rank:\n{positions}")
+    return RankTimeout(f"rank {rank} timed out after {seconds:g} s in {where}. Position of each rank:\n{positions}")
 
 
 def is_lost(error: BaseException) -> bool:

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _AFTER_STEP: Sequence[PendingHook] = (("on_step_end", (), 0), ("on_step_complete", (), 0))
 _AFTER_EPOCH: Sequence[PendingHook] = (_AFTER_STEP[0], ("on_epoch_end", (), 0), _AFTER_STEP[1])
+_AT_EPOCH: Sequence[PendingHook] = (("on_epoch_start", (), 0),)
 _AT_END: Sequence[PendingHook] = (("on_fit_end", (), 0),)
 _ENDED: Sequence[PendingHook] = (("on_fit_end", (), sys.maxsize),)  # for no callback
 
@@ -67,7 +68,7 @@ class FitLoop:
         self._is_stopping = False  # every rank knows that a stop was requested
         self._skipped: SkippedSteps | None = None
         self._undoable: UndoableStep | None = None
-        self._first_at_end = 0  # the callback whose `on_fit_end` is called first
+        self._first_of: dict[str, int] = {}  # hook that a loss has interrupted -> the callback to begin with
         self._parameters: dict[int, nn.Parameter] = {}  # at the start
         self.auto_micro_batch: AutoMicroBatch | None = None
         if run.strategy.auto_micro_batch:
@@ -105,7 +106,7 @@ class FitLoop:
         run = self._run
         for phase_optimizer in run.phase_optimizers:
             phase_optimizer.set_mode(training=False)
-        first, run.pending_hooks = self._first_at_end, _AT_END
+        first, run.pending_hooks = self._first_of.get("on_fit_end", 0), _AT_END
         run.emit("on_fit_end", start=first)
         run.pending_hooks = _ENDED
 
@@ -141,15 +142,16 @@ class FitLoop:
         self.begin_step = self._step.begin
         """Computes a step batch and returns the outputs of this rank's micro-batches; collective."""
         self._policy.start()
-        self._complete_last_step()
+        with self._policy.rollback_on_request(then=self._start_intervals):
+            self._complete_last_step()
 
     def _complete_last_step(self) -> None:
         """Repeat an evaluation that was interrupted, and call the hooks that the loss of a rank has prevented."""
         run = self._run
         while run.pending_hooks:
             hook, arguments, first = run.pending_hooks[0]
-            if hook == "on_fit_end":  # the last step is complete, and `end` calls it
-                self._first_at_end, run.pending_hooks = first, ()
+            if hook in ("on_epoch_start", "on_fit_end"):  # the last step is complete, and the loop calls them
+                self._first_of, run.pending_hooks = {hook: first}, ()
                 return
             if hook != "on_step_end":  # the evaluation is between it and the others
                 self._evaluate_if_due()
@@ -178,7 +180,9 @@ class FitLoop:
     def _epoch_batches(self, registrations: list[int]) -> Iterator[StepBatch]:
         run, state = self._run, self._run.state
         if not (run.handed_over and state.position):  # otherwise the ranks before a loss have called it
-            run.emit("on_epoch_start")
+            run.pending_hooks = _AT_EPOCH
+            run.emit("on_epoch_start", start=self._first_of.pop("on_epoch_start", 0))
+            run.pending_hooks = ()
         first_step = state.step
         batches = run.strategy.step_batches(
             self._loader.timed_batches(state.epoch, state.position), pin_memory=self._loader.stage_data.pin_memory

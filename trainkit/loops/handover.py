@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from trainkit.callback import Callback
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import Collectives
+from trainkit.distributed.failure_store import RankTimeout
 from trainkit.distributed.launcher import is_consequence
 from trainkit.files import open_to_append, optional_file
+from trainkit.loops.rollback import nonfinite_state
 from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
 from trainkit.model.carried_state import is_looked_at
@@ -166,6 +168,10 @@ class UndoableStep:
         )
         if run.strategy.is_updating or (is_written and (self._may_swap if self._is_evaluating else self._is_begun)):
             return False
+        # What is not finite is left to the policy for it, which needs the rank that had the loss.
+        weights = {str(index): tensor for index, tensor in enumerate(self._weights)}
+        if (run.means is not None and run.means.nonfinite_steps()) or nonfinite_state(weights):
+            return False
         if not self._is_begun:
             return not (run.task.manual and _has_gradients(run.task))
         known = {(id(buffers), name) for buffers, name in self._buffers}
@@ -266,14 +272,14 @@ def hand_over(run: Run, error: BaseException) -> bool:
     handover = strategy.handover
     if handover is None:
         return False
-    if not is_consequence(error):
+    if not is_consequence(error) or isinstance(error, RankTimeout):
         handover.refuse()
         return False
     if handover.is_refused:  # by a rank with an error of its own, which this one follows from
         return False
     # Its parts of a failed run's record, in case that the launcher starts nothing again: it does so after a kill alone.
     record_failure(run, error)
-    if run.undoable is None or (run.means is not None and run.means.nonfinite_steps()) or not run.undoable.undo():
+    if run.undoable is None or not run.undoable.undo():
         return True
     comm, checkpointer = strategy.comm, run.checkpointer
     strategy.end_phases()  # or what other phases train would be taken for frozen
