@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 _AFTER_STEP: Sequence[PendingHook] = (("on_step_end", (), 0), ("on_step_complete", (), 0))
 _AFTER_EPOCH: Sequence[PendingHook] = (_AFTER_STEP[0], ("on_epoch_end", (), 0), _AFTER_STEP[1])
 _AT_EPOCH: Sequence[PendingHook] = (("on_epoch_start", (), 0),)
+_IN_EPOCH: Sequence[PendingHook] = (("on_epoch_start", (), sys.maxsize),)  # for no callback
 _AT_END: Sequence[PendingHook] = (("on_fit_end", (), 0),)
-_ENDED: Sequence[PendingHook] = (("on_fit_end", (), sys.maxsize),)  # for no callback
+_ENDED: Sequence[PendingHook] = (("on_fit_end", (), sys.maxsize),)
 
 
 class FitLoop:
@@ -182,7 +183,7 @@ class FitLoop:
         if not (run.handed_over and state.position):  # otherwise the ranks before a loss have called it
             run.pending_hooks = _AT_EPOCH
             run.emit("on_epoch_start", start=self._first_of.pop("on_epoch_start", 0))
-            run.pending_hooks = ()
+            run.pending_hooks = _IN_EPOCH
         first_step = state.step
         batches = run.strategy.step_batches(
             self._loader.timed_batches(state.epoch, state.position), pin_memory=self._loader.stage_data.pin_memory
