@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3  # in which steps may set buffers that were `None`
 FILENAME = "rank_losses.jsonl"
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 # In the payload, beside what a checkpoint has.
 _PENDING, _STOP, _MEASURED, _FLAGS, _ATTRIBUTES = "pending_hooks", "stop_reason", "measured_at", "flags", "attributes"
 
@@ -74,7 +75,7 @@ class UndoableStep:
             for callback in run.callbacks
         )
         self._is_evaluating = False
-        self._evaluated_flags: Flags | None = None  # from before the evaluation
+        self._not_training: frozenset[str] | None = None  # names of modules, before the evaluation
         self._attributes = _plain_attributes(run.task)
         run.undoable = self
 
@@ -148,12 +149,12 @@ class UndoableStep:
     def begin_evaluation(self) -> None:
         """Keep what an evaluation may change."""
         self.begin()
-        self._is_evaluating, self._evaluated_flags = True, _flags_of(self._run.task)
+        self._is_evaluating, self._not_training = True, _not_training(self._run.task)
 
     def end(self) -> None:
         """End the step, which is counted, or the evaluation."""
         self._is_begun = self._run.strategy.is_updating = False
-        self._evaluated_flags = None
+        self._not_training = None
 
     def end_evaluation(self) -> None:
         """Note that callbacks have put the weights back, in place of which they may have evaluated others."""
@@ -196,7 +197,9 @@ class UndoableStep:
 
     def flags(self) -> Flags:
         """Return what is frozen and what is in evaluation mode between two steps."""
-        return self._evaluated_flags or _flags_of(self._run.task)
+        task = self._run.task
+        frozen = frozenset(name for name, parameter in task.named_parameters() if not parameter.requires_grad)
+        return Flags(frozen, _not_training(task) if self._not_training is None else self._not_training)
 
     def changed_attributes(self) -> list[str]:
         """Return the names of what no checkpoint has and is not as it was at the start."""
@@ -223,11 +226,8 @@ def set_flags(task: TaskModule, flags: Flags) -> None:
         module.training = name not in flags.evaluating
 
 
-def _flags_of(task: TaskModule) -> Flags:
-    return Flags(
-        frozenset(name for name, parameter in task.named_parameters() if not parameter.requires_grad),
-        frozenset(name for name, module in task.named_modules() if not module.training),
-    )
+def _not_training(task: TaskModule) -> frozenset[str]:
+    return frozenset(name for name, module in task.named_modules() if not module.training)
 
 
 def _present_buffers(task: TaskModule, held: Container[int]) -> list[tuple[dict[str, Tensor | None], str]]:
@@ -248,7 +248,7 @@ def _plain_attributes(task: TaskModule) -> dict[str, Any]:
         if not type(module).__module__.startswith(("torch.", "trainkit."))
         and type(module).get_extra_state is nn.Module.get_extra_state
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str) and name != "training"
+        if isinstance(value, bool | int | float | str) and name not in _OF_EVERY_MODULE
     }
 
 
@@ -354,7 +354,7 @@ def report_loss(run: Run) -> None:
     repeated = "" if run.handed_over else "; the steps since then are repeated"
     logger.warning("%s; %s after %.1f s, from %s at step %d%s.", handover.lost, how, seconds, where, step, repeated)
     if run.run_dir is not None:
-        clear_failures(run.run_dir)  # of ranks that are replaced
+        clear_failures(run.run_dir)  # which survivors have written in case that they were not started again
         record = {"step": step, "lost": handover.lost, "from": where, "seconds": seconds, "ranks": num_ranks}
         path = Path(run.run_dir, FILENAME)
         with optional_file(path), open(open_to_append(path), "a", encoding="utf-8") as file:
