@@ -403,7 +403,16 @@ class _StageInterpreter(TracingMode):
         node = self._expect(name)
         if not self.executes[node.index]:
             return self._end(node, self._skip(node))
-        return self._end(node, self._execute(node, call, args, kwargs))
+        self._inside = True
+        try:
+            result = self._execute(node, call, args, kwargs)
+        finally:
+            self._inside = False
+        return self._end(node, result)
+
+    def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute or skip an opaque call; one inside a torch call is part of that, as in the trace."""
+        return call(*args, **kwargs) if self._inside else self.module_call(name, call, args, kwargs)
 
     def check_end(self) -> None:
         """Raise TraceMismatchError unless the step has ended where the traced step ends."""

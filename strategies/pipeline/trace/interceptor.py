@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import isbuiltin
 from threading import get_ident
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch._functorch.apis as function_transforms
 from torch import nn
 from torch._functorch import eager_transforms
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, Function, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
 from .graph import GRADIENT, Call
@@ -100,15 +101,21 @@ class ModuleInterceptor:
 
         def apply(function: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
             # What `Function.apply` would reach: the method of the C class, which makes the node of autograd.
-            outer: Any = super(_SingleLevelFunction, function)
+            outer: Any = super(_APPLYING, function)
             return intercepted(f"{function.__name__}.apply", outer.apply, *args, **kwargs)
+
+        def note_function(context: Any) -> None:
+            handler = self._current_handler()
+            if handler is not None:
+                handler.note_function(f"{type(context)._forward_cls.__name__}.apply")
 
         def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
             return intercepted(function.name, partial(run_script, function), *args, **kwargs)
 
         run_script = torch._C.ScriptFunction.__call__  # read here, before it is replaced
-        # Private: `Function.apply` looks its own `apply` up there, and users may have bound `Function.apply` already.
-        yield _SingleLevelFunction, "apply", classmethod(apply)
+        yield _APPLYING, "apply", classmethod(apply)
+        # Private: torch makes one for each call of a Function, also for a call that has not come through `apply` above.
+        yield BackwardCFunction, "__init__", note_function
         yield torch._C.ScriptFunction, "__call__", call_script
         for owner, name in _TRANSFORMS:
             call = partial(_without_saved_tensors_hooks, getattr(owner, name))
@@ -137,6 +144,10 @@ class ModuleInterceptor:
             self._classes[original] = type(original)(original.__name__, (original,), namespace)
         return self._classes[original]
 
+
+# Private: up to torch 2.13 `Function.apply` looks `apply` up in its base class, which also meets names that users have
+# bound to it before. From 2.14 on it is the method of the C class itself: nothing can replace what is bound to that.
+_APPLYING = Function if isbuiltin(Function.apply) else _SingleLevelFunction
 
 # Private: where the public transforms look up what they call. Users hold the public ones, which cannot be replaced.
 _TRANSFORMS = (
@@ -245,6 +256,9 @@ class TracingMode(TorchFunctionMode):
     def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an opaque call, which is one node with all calls inside of it."""
         return self.module_call(name, call, args, kwargs)
+
+    def note_function(self, name: str) -> None:
+        """Note that an autograd Function runs, in an opaque call or outside of all of them."""
 
 
 def function_name(function: Any) -> str:

@@ -250,16 +250,18 @@ class Tracer(TracingMode):
 
     def opaque_call(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque call as one node."""
-        if self._node is not None:
-            return call(*args, **kwargs)
-        if self._in_call:
-            self.hazards.refuse(
-                f"the step calls an operator of its own (at {caller_location()}), such as one made by "
-                f"torch.library.custom_op, whose backward is `{name}`.",
-                self.costs.path[-1],
-            )
+        if self._in_call:  # part of that call, as the Function of an operator of torch.library
             return call(*args, **kwargs)
         return self._record(name, call, args, kwargs, is_opaque=True)
+
+    def note_function(self, name: str) -> None:
+        """Refuse a Function that runs in no call of the trace: a stage could begin inside, without its backward."""
+        if not self._in_call:
+            self.hazards.refuse(
+                f"the step calls `{name}` (at {caller_location()}) by another name, which torch 2.14 and later ones "
+                f"do not let a pipeline see. Write `{name}(...)` there.",
+                self.costs.path[-1],
+            )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

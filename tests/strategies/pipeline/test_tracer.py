@@ -42,6 +42,54 @@ def test_a_leaf_module_is_one_node_and_so_is_every_torch_call_between_leaf_modul
     assert _names(graph) == ["first", "add", "relu", "mean", "return"]
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.sin() * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+_doubled = _Doubled.apply
+
+
+def _of_function(call, second):
+    """Trace a step that calls a Function, or a module whose code calls it."""
+
+    def step(task, batch):
+        return call(task.second(task.first(batch))).sum()
+
+    task = _Step(step, first=nn.Linear(3, 3), second=second)
+    return trace(task, task.training_step, torch.ones(2, 3), leaf_modules=frozenset(["first", "second"]))
+
+
+def test_a_function_is_one_node_by_its_own_name_and_by_another_name_it_is_that_or_refused():
+    def named(hidden):
+        return _Doubled.apply(hidden)
+
+    found, by_another_name = (_of_function(call, nn.Identity()) for call in (named, _doubled))
+
+    assert _names(found.graph) == ["first", "second", "_Doubled.apply", "sum", "return"]
+    assert found.refusal is None
+    if by_another_name.refusal is None:
+        assert _names(by_another_name.graph) == _names(found.graph)
+    else:
+        assert "calls `_Doubled.apply` (at test_tracer.py:" in by_another_name.refusal
+        assert "Write `_Doubled.apply(...)` there. Do that inside one module's forward" in by_another_name.refusal
+
+
+def test_a_module_may_call_a_function_by_every_name():
+    class Doubling(nn.Module):
+        def forward(self, inputs):
+            return _doubled(inputs)
+
+    found = _of_function(lambda hidden: hidden, Doubling())
+
+    assert (_names(found.graph), found.refusal) == (["first", "second", "sum", "return"], None)
+
+
 def test_calls_about_shapes_are_not_nodes():
     def step(task, batch):
         rows, width = batch.shape

@@ -182,7 +182,8 @@ def _with_indices(piece, x):
 
 
 OWN_BACKWARD = {
-    "gradient reversal": lambda piece, x: reverse(x, 0.7),
+    "gradient reversal": lambda piece, x: _Reverse.apply(x, 0.7),
+    "a Function by a name bound before": lambda piece, x: reverse(x, 0.7),
     "straight-through": lambda piece, x: _StraightThrough.apply(x) + x,
     "a parameter and two results": _affine,
     "written in place by a Function": lambda piece, x: _InPlace.apply(x * 1.0),
@@ -199,7 +200,7 @@ OWN_BACKWARD = {
         lambda given: piece.layer(given).sin() * given, x, use_reentrant=True
     ),
     "checkpoint": lambda piece, x: checkpoint(
-        lambda given: piece.layer(reverse(given.sin(), 2.0)) * given, x, use_reentrant=False
+        lambda given: piece.layer(_Reverse.apply(given.sin(), 2.0)) * given, x, use_reentrant=False
     ),
 }
 

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.strategies.pipeline.zoo.chain import WIDTH, Piece, Wrapped
+from tests.strategies.pipeline.zoo.functions import reverse
 
 
 class _Shaped(nn.Module):
@@ -328,7 +329,13 @@ def _wrapped(build):
     return partial(Wrapped, build)
 
 
+class _Reversing(nn.Module):
+    def forward(self, inputs):
+        return reverse(inputs.tanh(), 0.7).sin()
+
+
 MODULES = {
+    "a module that calls a Function by a name bound before": _wrapped(_Reversing),
     "batch norm": _wrapped(lambda: nn.BatchNorm1d(WIDTH)),
     "batch norm with a total mean": _wrapped(lambda: nn.BatchNorm1d(WIDTH, momentum=None, affine=False)),
     "layer norm and RMS norm": _wrapped(lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH))),

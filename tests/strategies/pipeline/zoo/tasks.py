@@ -31,7 +31,6 @@ REFUSED = {
     "an exception": "module 'pieces.1.layer' .* raises RuntimeError, which the step catches",
     "an iterator": "reads the iterator 'pieces.1.numbers'.*self.numbers.index.",
     "a random call after fork_rng": "seeds torch's random generator itself before `randn`",
-    "custom_op": "calls an operator of its own .*torch.library.custom_op.*one module's forward",
     "fork_rng": "seeds torch's random generator itself before `randn`",
     "recent tensors": "calls `div` .* runs for the first time, and `add` .* in its place when it runs again",
     "a tensor subclass": "uses a tensor that none of the calls which a trace sees has made",
@@ -42,7 +41,9 @@ REFUSED = {
 }
 """Refused before training."""
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
-    del REFUSED["custom_op"]  # its overload is seen as one call
+    REFUSED["a Function by a name bound before"] = (
+        "calls `_Reverse.apply` .*Write `_Reverse.apply.*one module's forward"
+    )
 REFUSED_LATER = {
     **{task.__name__: sentence for task, sentence in state.REFUSED_IN_THE_FIRST_STEP.items()},
     "a metric": "the metric MeanMetric is updated by calls of which an earlier stage than the last makes some",

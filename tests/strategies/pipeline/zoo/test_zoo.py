@@ -96,6 +96,16 @@ def test_tasks_train_in_four_stages_as_in_one(name):
     assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
 
 
+@_WARNS
+@pytest.mark.parametrize(
+    "name", ["nested Functions", "a module that calls a Function by a name bound before", "custom_op"]
+)
+def test_no_stage_begins_inside_a_call_with_a_backward_of_its_own(name):
+    found = differences(tasks.TASKS[name], _every_cut, num_steps=1)
+
+    assert {cuts: value for cuts, value in found.items() if not value <= BOUND} == {}
+
+
 @pytest.mark.slow
 @_WARNS
 @pytest.mark.parametrize("name", tasks.in_chains([name for name in OF_ONE_STEP if name in tasks.SMALL]))
