@@ -285,12 +285,7 @@ def manual_partition(
             f"strategy.split_points={list(split_points)} must be in the order in which the step calls the modules, "
             "each once, without the first one: split points begin the second and later stages."
         )
-    for position in positions:
-        for constraint in graph.constraints:
-            if constraint.forbids(position):
-                raise UserError(
-                    f"a stage cannot begin at {graph.nodes[position]}: {constraint.reason}.{constraint.advice}"
-                )
+    positions = [_with_preparation(graph, position, after=previous) for previous, position in pairwise([0, *positions])]
     sharing = {} if shared_parameters == "replicated" else sharing_constraints(graph)
     for name, constraint in sharing.items():
         for position in positions:
@@ -303,6 +298,21 @@ def manual_partition(
                     f"{first} or after {last}."
                 )
     return replicate_shared(graph, positions)
+
+
+def _with_preparation(graph: TracedGraph, position: int, *, after: int) -> int:
+    """Return where the stage of a split point begins: at its node, or at calls before it that must be in its stage.
+
+    Raises UserError if one of these is a module, uses a parameter, or is not `after` the split point before: they
+    belong to the stage before.
+    """
+    first = position
+    while constraint := next((constraint for constraint in graph.constraints if constraint.forbids(first)), None):
+        preparation = graph.nodes[constraint.first : first]
+        if constraint.first <= after or any(node.is_leaf_module or node.parameters for node in preparation):
+            raise UserError(f"a stage cannot begin at {graph.nodes[position]}: {constraint.reason}.{constraint.advice}")
+        first = constraint.first
+    return first
 
 
 def _called(node: Node) -> str:

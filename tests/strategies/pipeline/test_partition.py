@@ -1,4 +1,5 @@
-from itertools import combinations, pairwise
+import copy
+from itertools import combinations, pairwise, product
 from unittest.mock import Mock
 
 import pytest
@@ -11,6 +12,7 @@ from trainkit.strategies.pipeline.plan.partition import (
     MemoryCosts,
     StageCosts,
     crossing_bytes,
+    manual_partition,
     partition,
     replicate_shared,
 )
@@ -175,6 +177,36 @@ def test_split_points_begin_stages_at_the_named_modules():
 
     assert [graph.nodes[cut].name for cut in found.cuts] == ["blocks.1", "head"]
     assert found.replicated == ("tokens.weight",)
+
+
+def _split_at(graph, *split_points):
+    return manual_partition(graph, split_points, num_stages=len(split_points) + 1, shared_parameters="auto").cuts
+
+
+def test_a_split_point_takes_calls_along_that_must_be_in_its_stage_but_no_module_and_no_parameter():
+    constraints = [CutConstraint(2, 3, "they share memory"), CutConstraint(1, 2, "they talk")]
+    graph = _chain([1] * 5, [1] * 5, constraints=constraints)
+    for node in graph.nodes[1:3]:
+        node.is_leaf_module, node.parameters = False, ()
+
+    assert _split_at(graph, "unit3") == (1,)
+    assert _split_at(graph, "unit3", "unit4") == (1, 4)
+    for index, changes in product((1, 2), ({"is_leaf_module": True}, {"parameters": ("weight",)})):
+        other = copy.deepcopy(graph)
+        for name, value in changes.items():
+            setattr(other.nodes[index], name, value)
+        with pytest.raises(UserError, match=r"a stage cannot begin at module 'unit3'.*they (share memory|talk)"):
+            _split_at(other, "unit3")
+
+
+@pytest.mark.parametrize("first", [-1, 0, 1])
+def test_a_split_point_takes_no_calls_along_up_to_the_split_point_before(first):
+    graph = _chain([1] * 5, [1] * 5, constraints=[CutConstraint(first, 3, "they talk")])
+    for node in graph.nodes[:3]:
+        node.is_leaf_module, node.path, node.parameters = False, node.name, ()
+
+    with pytest.raises(UserError, match=r"a stage cannot begin at module 'unit3'.*they talk"):
+        _split_at(graph, *(["unit1", "unit3"] if first == 1 else ["unit3"]))
 
 
 @pytest.mark.parametrize(

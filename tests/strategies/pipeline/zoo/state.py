@@ -665,8 +665,8 @@ class HookInALaterStage(_Stateful):
     """Halves the gradient of the first stage's value, by a hook set in the last one."""
 
     def training_step(self, batch):
-        x = self.body(batch[0], 0, 4)
-        y = self.body(x, 4) + x
+        x = self.layers[3](self.body(batch[0], 0, 3))
+        y = self.body(x.tanh(), 4) + x
         x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         return self.loss(y, batch)
 
@@ -802,7 +802,7 @@ REFUSED_AT_A_CUT = {
     CounterOfModuleReadLater: "attribute 'counting.calls' is written and used by module 'counting'",
     TeacherMovedLast: "parameter 'teacher.0.weight' is written and used by module 'teacher.0'",
     TeacherThroughData: "parameter 'teacher.0.weight' is written and used by module 'teacher.0' .* and `data=`",
-    HookInALaterStage: "`register_hook` .* sets a hook on the gradient of a tensor of `tanh`.*Set it in the module",
+    HookInALaterStage: "`register_hook` .* sets a hook .* of module 'layers.3'.*Set it in the module",
     HookOnAParameter: "`register_hook` .* sets a hook on the gradient of a tensor of module 'layers.0'",
 }
 """Refused if a stage begins in the middle."""
