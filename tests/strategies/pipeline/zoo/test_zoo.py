@@ -218,11 +218,9 @@ class _HookedTogether(ReplacedBuffer):
 
 
 def test_an_error_of_the_steps_own_code_in_a_stage_names_the_placeholders():
-    of_the_step = (
-        "Expected gradient function to be set\nThe step's own code raised this. In a pipeline it has placeholders"
-    )
+    of_the_step = r"\nAssertionError.*\nThe step's own code raised this. In a pipeline it has placeholders"
     failures = [outcome.failure for outcome in rank_outcomes(_trained_in_stages, 2, timeout=600)]
-    assert [of_the_step in failure for failure in failures].count(True) == 1
+    assert [bool(re.search(of_the_step, failure)) for failure in failures].count(True) == 1
 
 
 def _trained_in_stages():
