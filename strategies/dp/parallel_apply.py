@@ -33,8 +33,8 @@ class DrawDetector(TorchDispatchMode):
     has_drawn = False
 
     @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled modules stay compiled. They draw by changing the generator's state."""
+    def is_infra_mode(cls) -> bool:
+        """Return True: compiled functions stay compiled. They draw by changing the generator's state."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
