@@ -131,18 +131,18 @@ def _nothing() -> None:
 
 def _compile_call(module: nn.Module, settings: Mapping[str, Any], codes: dict[object, CodeType]) -> None:
     """Compile a module's call as `module.compile()` does, also for modules of torch; equal ones share graphs."""
-    # Private: what Module.compile reads and sets, which gives no way to compile another function instead.
-    call = module._call_impl
 
     def inlined(*inputs: Any, **named: Any) -> Any:
-        # A frame outside torch: the compiler skips calls whose outermost frame is torch's.
-        return call(*inputs, **named)  # type: ignore[no-untyped-call] # torch does not annotate it
+        # A frame outside torch: the compiler skips calls whose outermost frame is torch's. Not by a bound method, which
+        # is another object for each module: torch 2.8 would compile equal modules again, and from the ninth on none.
+        return module._call_impl(*inputs, **named)
 
     kind = type(module)
     key = kind, *(parameter.shape for parameter in module.parameters())
     # torch keeps its graphs by code object: with one for all equal modules the first compiles, and the others reuse it.
     # The name is what `_name` shows in the report.
     inlined.__code__ = codes.setdefault(key, inlined.__code__.replace(co_name=kind.__name__))
+    # Private: what Module.compile sets, which gives no way to compile another function instead.
     module._compiled_call_impl = torch.compile(inlined, **settings)
 
 
