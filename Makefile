@@ -41,10 +41,10 @@ test-gpu-pretended: $(READY) ## the tests of GPUs, on a CUDA device that is not 
 
 # datasets 5.0, which this transformers would get, makes one shard of all when it shuffles.
 test-oldest: RELEASE := torch==2.8.* transformers==4.57.* datasets==4.* lightning==2.5.*
-test-newest: RELEASE := torch transformers lightning
+test-newest: RELEASE := torch transformers datasets peft lightning
 test-oldest test-newest: ## the default tests with the oldest, or newest, torch and bridges, in .venv-oldest or .venv-newest: 6 GB each
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -vE '^(torch|transformers|lightning|pytorch-lightning|huggingface_hub|tokenizers|datasets|fsspec|s3fs)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -vE '^(torch|transformers|lightning|pytorch-lightning|huggingface_hub|tokenizers|datasets|peft|fsspec|s3fs)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/pip install --quiet --upgrade pip 'setuptools>=77'
 	PYTHONWARNINGS=ignore $(OTHER)/bin/pip install --quiet --upgrade --no-build-isolation -c $(OTHER)/constraints.txt $(RELEASE) -e '.[dev]'
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)

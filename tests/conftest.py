@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from packaging.version import Version
 
 from trainkit import Trainer
 from trainkit.distributed.fork_server import start_fork_server
@@ -77,6 +78,16 @@ def _forgotten_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(folders):
             del sys.modules[name]
+
+
+@pytest.fixture
+def peft() -> Any:
+    """The package peft, if it is one that transformers takes."""
+    peft = pytest.importorskip("peft")
+    needed = pytest.importorskip("transformers.integrations.peft").MIN_PEFT_VERSION
+    if Version(peft.__version__) < Version(needed):
+        pytest.skip(f"this transformers takes peft {needed} and newer ones, and {peft.__version__} is installed")
+    return peft
 
 
 @pytest.fixture

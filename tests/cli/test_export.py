@@ -187,9 +187,8 @@ def test_a_task_that_cannot_be_traced_is_reported_with_the_reason(tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
-def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_peft(tmp_path, monkeypatch, capsys):
+def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_peft(tmp_path, monkeypatch, capsys, peft):
     transformers = pytest.importorskip("transformers")
-    peft = pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     model = "{model_type: gpt2, n_layer: 1, n_head: 2, n_embd: 16, vocab_size: 257, n_positions: 32}"
     tiny = [f"task.config={model}", "task.lora.rank=2", "data.max_bytes=20000", "data.context=16"]
@@ -215,10 +214,9 @@ def test_a_fine_tuned_model_is_exported_for_transformers_and_its_adapter_for_pef
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's own
 def test_a_checkpoint_of_adapters_alone_resumes_and_is_exported_with_the_pretrained_weights(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, peft
 ):
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(1)
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=257, n_positions=32)

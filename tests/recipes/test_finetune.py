@@ -22,15 +22,13 @@ class _Rows(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_path):
-    from peft.tuners.lora import LoraLayer
-
+def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_path, peft):
     torch.manual_seed(0)
     task = FineTune(lora={"rank": 2}, lr=1e-2)
     before = {name: tensor.clone() for name, tensor in task.state_dict().items()}
     trained = {name for name, parameter in task.named_parameters() if parameter.requires_grad}
     assert trained and all("lora_" in name for name in trained)
-    layers = [module for module in task.modules() if isinstance(module, LoraLayer)]
+    layers = [module for module in task.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     assert len(layers) == 2 * 4  # four linear layers in each of two blocks, and not the last one
     fit("single", task, Data(train=_Rows(), batch_size=8), max_duration="4step", run_dir=tmp_path)
     changed = {name for name, tensor in task.state_dict().items() if not torch.equal(tensor, before[name])}
@@ -49,3 +47,9 @@ def test_only_adapters_are_trained_and_the_merged_model_computes_the_same(tmp_pa
 def test_a_rank_of_zero_is_rejected():
     with pytest.raises(UserError, match=r"task\.lora\.rank must be at least 1"):
         FineTune(lora={"rank": 0})
+
+
+def test_a_peft_that_transformers_does_not_take_is_named(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.1")
+    with pytest.raises(UserError, match=r"task\.lora cannot be added .*PEFT .* 99\.1"):
+        FineTune(lora={"rank": 2})

@@ -245,8 +245,8 @@ def _add_adapters(
         warnings.simplefilter("ignore")  # about the detected type of layer
         try:
             model.add_adapter(config)
-        except ValueError as error:  # no layer has such a name
-            raise UserError(f"task.lora.targets={targets} cannot be used: {error}") from error
+        except ValueError as error:  # no layer has such a name, or transformers needs a newer peft
+            raise UserError(f"task.lora cannot be added to targets={targets}: {error}") from error
 
 
 def _has_adapters(model: Any) -> bool:
