@@ -161,7 +161,7 @@ class HuggingFaceTask(TaskModule):
         if source:
             from transformers import AutoTokenizer
 
-            with suppress(OSError, ValueError):  # it has none
+            with suppress(OSError, ValueError, TypeError):  # it has none; the last from transformers 4
                 AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
     def _measured(self, output: Any, batch: Mapping[str, Any]) -> dict[str, Tensor | float]:
