@@ -31,6 +31,7 @@ from trainkit.task import TaskModule
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.resized_buffers import Shapes
+    from trainkit.checkpoint.sharded_state import ShardedState
     from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
     from trainkit.loops.handover import Flags, UndoableStep
     from trainkit.profiling import PeakMemoryTracker
@@ -128,8 +129,14 @@ class RunCheckpoints(Protocol):
         Called before the first step: optimizers have no state yet, and `on_save` is not called.
         """
 
-    def payload(self) -> dict[str, Any]:
-        """Return what a checkpoint of the present state holds, complete on the main rank; collective."""
+    def shards(self) -> ShardedState | None:
+        """Return this rank's shards, and a state with placeholders for them; `None` if none is sharded. Collective."""
+
+    def payload(self, shards: ShardedState | None = None) -> dict[str, Any]:
+        """Return what a checkpoint of the present state holds, complete on the main rank; collective.
+
+        With `shards` it has the placeholders of these.
+        """
 
     def restore(self, payload: dict[str, Any], *, where: str, is_new: bool = False) -> None:
         """Restore the run, which `is_new` unless it is rolled back, from a checkpoint of any strategy; collective.

@@ -371,7 +371,6 @@ class Checkpointer:
         return state
 
     def shards(self) -> ShardedState | None:
-        """Return this rank's shards, and the state with placeholders for them; `None` if nothing is sharded."""
         strategy, run = self._run.strategy, self._run
         return strategy.shards(run.task, run.phase_optimizers) if isinstance(strategy, SupportsShardedState) else None
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trainkit.callback import Callback
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import Collectives
 from trainkit.distributed.failure_store import RankTimeout
@@ -70,7 +69,7 @@ class UndoableStep:
         self._had_gradients = False
         # Such a callback may swap the weights for an evaluation; ours swap them back for what is saved.
         self._may_swap = any(
-            type(callback).on_evaluation_start is not Callback.on_evaluation_start
+            "on_evaluation_start" in callback.overridden_hooks()
             and not type(callback).__module__.startswith("trainkit.callbacks.")
             for callback in run.callbacks
         )
