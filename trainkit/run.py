@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from signal import Signals
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.resized_buffers import Shapes
     from trainkit.checkpoint.sharded_state import ShardedState
     from trainkit.checkpoint.store import CheckpointEntry, CheckpointStore, Keep, OnSaved
-    from trainkit.loops.handover import Flags, UndoableStep
     from trainkit.profiling import PeakMemoryTracker
     from trainkit.step_timer import StepTimer
 
@@ -47,6 +46,17 @@ _NEVER_STOP = ("trainkit.callbacks.", "trainkit.integrations.")
 
 PendingHook = tuple[str, tuple[Any, ...], int]
 """The name of a hook, its arguments, and the number of the callback to begin with."""
+
+
+class UnsavedState(NamedTuple):
+    """What callbacks may change in a task and checkpoints do not have."""
+
+    frozen: frozenset[str]
+    """Names of parameters."""
+    evaluating: frozenset[str]
+    """Names of modules."""
+    attributes: list[str]
+    """Names of attributes that are not as they were at the start."""
 
 
 class RunCallback(Protocol):
@@ -218,10 +228,10 @@ class Run:
     """Step of the checkpoint that was restored last, by a resume or a rollback."""
     carried_state: Sequence[str] = ()
     """The attributes and buffers in which steps leave state for the next one, and which no checkpoint has."""
-    undoable: UndoableStep | None = None
-    """Takes a broken step back; `None` if this rank's state is not handed over."""
-    handed_flags: Flags | None = None
-    """What was frozen, and what was in evaluation mode, where the state of a survivor was handed over."""
+    undo_step: Callable[[], UnsavedState | None] | None = None
+    """Takes a broken step back. It returns `None`, and is `None`, where this rank's state cannot be handed over."""
+    unsaved: UnsavedState | None = None
+    """What came with the state that a survivor has handed over."""
     pending_hooks: Sequence[PendingHook] = ()
     """The hooks that are still to be called for the last step."""
     interrupted_hook: PendingHook | None = None

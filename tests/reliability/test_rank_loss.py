@@ -41,6 +41,7 @@ from trainkit.distributed.rank_loss import (
     SavedStep,
 )
 from trainkit.errors import UserError
+from trainkit.loops.handover import put_together
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "8"))
 BATCH, EPOCHS = 12, 6
@@ -557,15 +558,16 @@ def test_settings_that_have_no_effect_are_refused(tmp_path: Path, monkeypatch: p
 def test_the_state_of_the_latest_step_is_handed_over(tmp_path: Path) -> None:
     handover = Handover((str(tmp_path),))
     for step in (3, 5, 4):
-        handover.save(state_of(float(step)), step=step)
+        handover.save(torch.full((2,), float(step)), num_bytes=8, step=step)
     newest = handover.newest()
     assert newest is not None and newest.step == 5
     assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["0_3_1_0", "0_5_1_0"]
     started = Handover((str(tmp_path),), source=newest, attempt=1)
-    assert started.load()["task"]["weights"].tolist() == [5.0, 5.0]
-    started.save(state_of(5.5), step=5)  # before the first step, but after further hooks of the last one
+    ((weights,), callbacks) = started.load()
+    assert (weights.tolist(), callbacks) == ([5.0, 5.0], None)
+    started.save("after further hooks", num_bytes=0, step=5)
     assert started.newest() == (1, 5, [tmp_path / "1_5_1_0.pt"])
-    started.save(state_of(4.0), step=4)  # after a rollback, by a rank that the others have lost meanwhile
+    started.save("by a rank that the others have lost", num_bytes=0, step=4)
     started.discard()
     started.discard()  # another rank
     assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["1_5_1_0"]
@@ -573,60 +575,57 @@ def test_the_state_of_the_latest_step_is_handed_over(tmp_path: Path) -> None:
 
 def test_the_callbacks_have_the_state_of_the_main_rank_if_it_survives(tmp_path: Path) -> None:
     handover = Handover((str(tmp_path),))
-    handover.save({**state_of(3.0), "callbacks": {"seen": "by rank 1"}}, step=3)
-    handover.save({**state_of(3.0), "callbacks": {"seen": "by rank 0"}}, step=3, is_main=True)
+    handover.save("state", num_bytes=0, step=3)
+    handover.save("state", num_bytes=0, step=3, callbacks={"seen": "by rank 0"})
     newest = handover.newest()
     assert newest is not None
     started = Handover((str(tmp_path),), source=newest, attempt=1)
-    assert started.load()["callbacks"] == {"seen": "by rank 0"}
+    assert started.load() == (["state"], {"seen": "by rank 0"})
     started.discard()
     assert started.newest() is None
     assert not list(tmp_path.glob("*.main"))
 
 
-def state_of(value: float) -> dict[str, Any]:
-    return {"task": {"weights": torch.full((2,), value)}, "optimizer": {}, "strategy": {}}
-
-
 def test_a_state_in_parts_is_handed_over_once_all_parts_of_a_step_are_there(tmp_path: Path) -> None:
-    weights, rows = torch.randn(5, 2), (0, 3, 5)
-
-    def save(step: int, part: int, *, callback: str) -> None:
-        rest = "optimizer.0.exp_avg"
-        state = {
-            "task": {"weights": shard_placeholder("weights", weights), f"only {part}": step},
-            "optimizer": {"state": {part: {"exp_avg": shard_placeholder(rest, weights.T) if part else step}}},
-            "strategy": {},
-            "callbacks": {callback: step},
-        }
-        own = (weights + step)[rows[part] : rows[part + 1]].reshape(-1)
-        shards = [TensorShard("weights", own, 2 * rows[part], 10)]
-        if part:
-            shards.append(TensorShard(rest, weights.reshape(-1), 0, 10))
-        handover.save(state, shards, step=step, part=(part, 2))
+    def save(handover: Handover, step: int, part: int, content: str = "") -> None:
+        handover.save(content or f"part {part} of {step}", num_bytes=0, step=step, part=(part, 2))
 
     handover = Handover((str(tmp_path),))
-    save(4, 0, callback="first")
-    save(4, 0, callback="of another replica")
+    save(handover, 4, 0)
+    save(handover, 4, 0, "of another replica")
+    save(handover, 5, 0)
     assert handover.newest() is None
-    save(5, 0, callback="first")
-    assert handover.newest() is None
-    save(4, 1, callback="second")
+    save(handover, 4, 1)
     newest = handover.newest()
     assert newest is not None and newest.step == 4
     started = Handover((str(tmp_path),), source=newest, attempt=1)
-    loaded = in_memory(started.load())
-    assert torch.equal(loaded["task"]["weights"], weights + 4)
-    assert (loaded["task"]["only 0"], loaded["task"]["only 1"]) == (4, 4)
-    assert loaded["optimizer"]["state"][0] == {"exp_avg": 4}
-    assert torch.equal(loaded["optimizer"]["state"][1]["exp_avg"], weights.T)
-    assert loaded["callbacks"] == {"first": 4}
-    save(5, 1, callback="second")
-    assert handover.newest() == (0, 5, [tmp_path / "0_5_2_0.pt", tmp_path / "0_5_2_1.pt"])
+    assert started.load() == (["part 0 of 4", "part 1 of 4"], None)
     # A part of a later start is another one: its random numbers are others.
-    started.save({**state_of(6.0)}, step=6, part=(0, 2))
-    handover.save({**state_of(6.0)}, step=6, part=(1, 2))
-    assert handover.newest() == (0, 5, [tmp_path / "0_5_2_0.pt", tmp_path / "0_5_2_1.pt"])
+    save(started, 6, 0)
+    save(handover, 6, 1)
+    assert handover.newest() == newest
+
+
+def test_the_parts_of_a_state_are_put_together() -> None:
+    weights, rows, rest = torch.randn(5, 2), (0, 3, 5), "optimizer.0.exp_avg"
+    parts = []
+    for part in (0, 1):
+        moment = shard_placeholder(rest, weights.T) if part else 4
+        state = {
+            "task": {"weights": shard_placeholder("weights", weights), f"only {part}": part},
+            "optimizer": {"state": {part: {"exp_avg": moment}}},
+            "strategy": {},
+            "state": f"of part {part}",
+        }
+        local_rows = weights[rows[part] : rows[part + 1]].reshape(-1)
+        shards = [TensorShard("weights", local_rows, 2 * rows[part], 10)]
+        parts.append((state, [*shards, TensorShard(rest, weights.reshape(-1), 0, 10)] if part else shards))
+    whole = in_memory(put_together(parts))
+    assert torch.equal(whole["task"]["weights"], weights)
+    assert (whole["task"]["only 0"], whole["task"]["only 1"]) == (0, 1)
+    assert whole["optimizer"]["state"][0] == {"exp_avg": 4}
+    assert torch.equal(whole["optimizer"]["state"][1]["exp_avg"], weights.T)
+    assert whole["state"] == "of part 0"
     with pytest.raises(ValueError, match="the shards of weights are not all of its 10 elements"):
         TensorOfShards(shard_placeholder("weights", weights), [TensorShard("weights", weights[3:].reshape(-1), 6, 10)])
 
@@ -638,7 +637,7 @@ def test_a_state_without_room_in_memory_goes_to_the_next_folder(tmp_path: Path) 
     first.mkdir()
     (first / "0_3_1_0.part").symlink_to(full)
     handover = Handover((str(first), str(folder)))
-    handover.save({"weights": torch.zeros(200_000)}, step=3)
+    handover.save(torch.zeros(200_000), num_bytes=800_000, step=3)
     newest = handover.newest()
     assert newest is not None and newest.paths[0].parent == folder
 
@@ -692,7 +691,7 @@ def test_losses_count_only_while_no_new_step_is_reached() -> None:
     decides = recovery()
     with decides.entered() as handover:
         for step in (1, 2, 3, 4):
-            handover.save({}, step=step)
+            handover.save(None, num_bytes=0, step=step)
             assert decides.after(["rank 1"], since=0.0) is not None
         assert decides.after(["rank 1"], since=0.0) is not None
         assert decides.after(["rank 1"], since=0.0) is None
@@ -701,11 +700,11 @@ def test_losses_count_only_while_no_new_step_is_reached() -> None:
 def test_a_checkpoint_later_than_what_survivors_have_is_gone_on_from() -> None:
     decides = recovery(saved=lambda: SavedStep(7, Path("step_7")))
     with decides.entered() as handover:
-        handover.save({}, step=6)
+        handover.save(None, num_bytes=0, step=6)
         started = decides.after(["rank 1"], since=0.0)
         assert started is not None and started.source is None
         assert decides.checkpoint == "step_7"
-        handover.save({}, step=8)
+        handover.save(None, num_bytes=0, step=8)
         started = decides.after(["rank 1"], since=0.0)
         assert started is not None and started.source is not None
 
@@ -716,7 +715,7 @@ def test_survivors_have_time_until_the_first_has_handed_over() -> None:
         assert decides.patience() == START_SECONDS
         handover.begin()
         assert decides.patience() == SAVE_SECONDS
-        handover.save({}, step=6)
+        handover.save(None, num_bytes=0, step=6)
         assert decides.patience() == END_SECONDS
         assert decides.after(["rank 1"], since=0.0) is not None
         assert decides.patience() == START_SECONDS  # of the next ranks

@@ -25,11 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from filelock import Timeout
-from torch import Tensor
 
-from trainkit.checkpoint.sharded_state import PLACE, TensorOfShards, TensorShard, replace_placeholders
 from trainkit.files import file_lock
-from trainkit.tree import num_bytes, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +76,24 @@ class Handover:
 
     def save(
         self,
-        state: dict[str, Any],
-        shards: Sequence[TensorShard] = (),
+        content: Any,
         *,
+        num_bytes: int,
         step: int,
         part: tuple[int, int] = (0, 1),
-        is_main: bool = False,
+        callbacks: dict[str, Any] | None = None,
     ) -> None:
-        """Write a state, unless other ranks have written this part of it, or the whole of a later step.
+        """Write a part of the state, unless other ranks have written it, or all parts of a later step.
 
-        `shards` are the tensors for which the state has placeholders. The state of callbacks is that of the main rank
-        if it survives. A rank that is killed meanwhile leaves the turn to the next.
+        A rank that is killed meanwhile leaves the turn to the next.
+
+        Args:
+            content: What `load` returns for the part, with tensors of `num_bytes`.
+            num_bytes: The memory that it takes.
+            step: The last complete step.
+            part: Number of the part, and number of parts.
+            callbacks: Their state on the main rank, which counts if that rank survives.
+
         """
         number, count = part
         # One after the other: copies of all ranks at once might not fit into memory.
@@ -97,16 +101,14 @@ class Handover:
             newest = self.newest()
             if newest is not None and newest.step > step and newest.attempt == self.attempt:
                 return
-            if is_main:
-                self._write(state["callbacks"], f"{self.attempt}_{step}{_OF_MAIN}")
+            if callbacks is not None:
+                self._write(callbacks, f"{self.attempt}_{step}{_OF_MAIN}", num_bytes=num_bytes)
             if number not in self._parts().get((self.attempt, step, count), {}):
-                elements = [shard.elements for shard in shards]
-                self._write((state, list(shards)), f"{self.attempt}_{step}_{count}_{number}{_PART}", elements)
+                self._write(content, f"{self.attempt}_{step}_{count}_{number}{_PART}", num_bytes=num_bytes)
 
-    def _write(self, content: Any, name: str, elements: Sequence[Tensor] = ()) -> None:
-        size = num_bytes(tensors_in([content, *elements]))
+    def _write(self, content: Any, name: str, *, num_bytes: int) -> None:
         # A rank is often killed because memory is short: a copy in memory would cost the next one.
-        is_short = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * size
+        is_short = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 2 * num_bytes
         for folder in self.folders[-1:] if is_short else self.folders:
             path = Path(folder, name)
             part = path.with_suffix(".part")
@@ -123,23 +125,14 @@ class Handover:
             finally:
                 part.unlink(missing_ok=True)
 
-    def load(self) -> dict[str, Any]:
-        """Return the state to go on from; its tensors are read when they are used."""
+    def load(self) -> tuple[list[Any], dict[str, Any] | None]:
+        """Return the parts to go on from, and the main rank's callbacks if it has survived.
+
+        Tensors are read when they are used.
+        """
         assert self.source is not None
-        contents = [_loaded(path) for path in self.source.paths]
-        shards: dict[str, list[TensorShard]] = {}
-        for _, local_shards in contents:
-            for shard in local_shards:
-                shards.setdefault(shard.name, []).append(shard)
-        states = [state for state, _ in contents]
-        state = {
-            **states[0],
-            **{key: _joined([state[key] for state in states]) for key in ("task", "optimizer", "strategy")},
-        }
-        for path in self._files(f"{self.source.attempt}_{self.source.step}{_OF_MAIN}"):
-            state["callbacks"] = _loaded(path)
-        replace_placeholders(state, lambda placeholder: TensorOfShards(placeholder, shards[placeholder[PLACE]]))
-        return state
+        callbacks = [_loaded(path) for path in self._files(f"{self.source.attempt}_{self.source.step}{_OF_MAIN}")]
+        return [_loaded(path) for path in self.source.paths], next(iter(callbacks), None)
 
     def discard(self) -> None:
         """Remove the states of earlier starts, which take memory; any rank may call it."""
@@ -190,15 +183,6 @@ class Handover:
 def _loaded(path: Path) -> Any:
     # Not `weights_only`: the files are private to this run, and a callback's state may hold anything.
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
-def _joined(states: list[Any]) -> Any:
-    """Return the state that has all entries of several ones; where several have an entry, that of the first."""
-    first = states[0]
-    if len(states) == 1 or not isinstance(first, dict):
-        return first
-    keys = dict.fromkeys(key for state in states for key in state)
-    return {key: _joined([state[key] for state in states if key in state]) for key in keys}
 
 
 def _remove_abandoned(parent: Path) -> None:

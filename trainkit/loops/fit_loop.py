@@ -115,10 +115,10 @@ class FitLoop:
         """Compose the step and prepare the task for it; repeat an evaluation that was interrupted. Collective."""
         run = self._run
         begin_training(run.task)
-        if run.handed_flags is not None:
+        if run.unsaved is not None:
             from trainkit.loops.handover import set_flags
 
-            set_flags(run.task, run.handed_flags)
+            set_flags(run.task, run.unsaved)
         # Gradients that the caller left in the task would be added to those of the first step.
         run.task.zero_grad(set_to_none=True)
         run.follow_stopping_hooks()

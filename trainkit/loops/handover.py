@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Container
+from collections import defaultdict
+from collections.abc import Callable, Container, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.checkpoint.sharded_state import PLACE, TensorOfShards, TensorShard, replace_placeholders
 from trainkit.data.batch import StepBatch
 from trainkit.distributed.collectives import Collectives
 from trainkit.distributed.failure_store import RankTimeout
@@ -25,10 +28,11 @@ from trainkit.metrics.step_output import StepOutput
 from trainkit.metrics.sync import preserve_state, restore
 from trainkit.model.carried_state import is_looked_at
 from trainkit.phases import PhaseStep
-from trainkit.run import Run
+from trainkit.run import Run, UnsavedState
 from trainkit.run_dir.failure import clear_failures, record_failure
 from trainkit.strategy import local_state, metric_modules
 from trainkit.task import TaskModule
+from trainkit.tree import num_bytes, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +40,7 @@ FIRST_STEPS = 3  # in which steps may set buffers that were `None`
 FILENAME = "rank_losses.jsonl"
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 # In the payload, beside what a checkpoint has.
-_PENDING, _STOP, _MEASURED, _FLAGS, _ATTRIBUTES = "pending_hooks", "stop_reason", "measured_at", "flags", "attributes"
+_PENDING, _STOP, _MEASURED, _UNSAVED = "pending_hooks", "stop_reason", "measured_at", "unsaved"
 
 
 class UndoableStep:
@@ -76,7 +80,7 @@ class UndoableStep:
         self._is_evaluating = False
         self._not_training: frozenset[str] | None = None  # names of modules, before the evaluation
         self._attributes = _plain_attributes(run.task)
-        run.undoable = self
+        run.undo_step = self.undo
 
     def find_state(self) -> None:
         """Find what a step may change; called when a module has registered something."""
@@ -159,8 +163,11 @@ class UndoableStep:
         """Note that callbacks have put the weights back, in place of which they may have evaluated others."""
         self._is_evaluating = False
 
-    def undo(self) -> bool:
-        """Return to the end of the last step; return False if the state is that of no step, or is not all known."""
+    def undo(self) -> UnsavedState | None:
+        """Return to the end of the last step; return `None` if the state is that of no step, or is not all known."""
+        return self._unsaved() if self._has_undone() else None
+
+    def _has_undone(self) -> bool:
         run = self._run
         versions = [tensor._version for tensor in self._weights]
         is_written = any(
@@ -194,35 +201,25 @@ class UndoableStep:
         if metric_states is not None:
             restore(metric_states)
 
-    def flags(self) -> Flags:
-        """Return what is frozen and what is in evaluation mode between two steps."""
+    def _unsaved(self) -> UnsavedState:
         task = self._run.task
-        frozen = frozenset(name for name, parameter in task.named_parameters() if not parameter.requires_grad)
-        return Flags(frozen, _not_training(task) if self._not_training is None else self._not_training)
-
-    def changed_attributes(self) -> list[str]:
-        """Return the names of what no checkpoint has and is not as it was at the start."""
-        present = _plain_attributes(self._run.task)
+        self._run.strategy.end_phases()  # or what other phases train would be taken for frozen
+        present = _plain_attributes(task)
         changed = [name for name, value in self._attributes.items() if present.get(name, value) != value]
-        return sorted({*changed, *self._run.carried_state})
+        return UnsavedState(
+            frozenset(name for name, parameter in task.named_parameters() if not parameter.requires_grad),
+            _not_training(task) if self._not_training is None else self._not_training,
+            sorted({*changed, *self._run.carried_state}),
+        )
 
 
-class Flags(NamedTuple):
-    """What a callback may change in a task and a checkpoint does not have."""
-
-    frozen: frozenset[str]
-    """Names of parameters."""
-    evaluating: frozenset[str]
-    """Names of modules."""
-
-
-def set_flags(task: TaskModule, flags: Flags) -> None:
-    """Give a task the flags of another one with the same names."""
+def set_flags(task: TaskModule, unsaved: UnsavedState) -> None:
+    """Freeze parameters, and put modules into evaluation mode, as a survivor had them."""
     for name, parameter in task.named_parameters():
-        if parameter.requires_grad == (name in flags.frozen):
-            parameter.requires_grad_(name not in flags.frozen)
+        if parameter.requires_grad == (name in unsaved.frozen):
+            parameter.requires_grad_(name not in unsaved.frozen)
     for name, module in task.named_modules():
-        module.training = name not in flags.evaluating
+        module.training = name not in unsaved.evaluating
 
 
 def _not_training(task: TaskModule) -> frozenset[str]:
@@ -278,10 +275,10 @@ def hand_over(run: Run, error: BaseException) -> bool:
         return False
     # Its parts of a failed run's record, in case that the launcher starts nothing again: it does so after a kill alone.
     record_failure(run, error)
-    if run.undoable is None or not run.undoable.undo():
+    unsaved = None if run.undo_step is None else run.undo_step()
+    if unsaved is None:
         return True
     comm, checkpointer = strategy.comm, run.checkpointer
-    strategy.end_phases()  # or what other phases train would be taken for frozen
     # A process by itself: the others are gone, and each of them has the same state.
     strategy.comm = Collectives()
     try:
@@ -294,12 +291,17 @@ def hand_over(run: Run, error: BaseException) -> bool:
                 # A callback may have requested a stop that the ranks have not agreed on: without it they would go on.
                 _STOP: run.stop_reason,
                 _MEASURED: run.measured_at,
-                _FLAGS: run.undoable.flags(),
-                _ATTRIBUTES: run.undoable.changed_attributes(),
+                _UNSAVED: unsaved,
             }
             local_shards = [] if shards is None else shards.shards
             # Inside the block: the tensors are those of the task, which trains with others.
-            handover.save(state, local_shards, step=run.state.step, part=strategy.state_part, is_main=comm.is_main)
+            handover.save(
+                (state, local_shards),
+                num_bytes=num_bytes(tensors_in([state, *(shard.elements for shard in local_shards)])),
+                step=run.state.step,
+                part=strategy.state_part,
+                callbacks=state["callbacks"] if comm.is_main else None,
+            )
     except Exception as failure:
         # Another rank or a checkpoint may do.
         logger.warning("the state of rank %d could not be handed over: %s", comm.rank, failure)
@@ -324,11 +326,14 @@ def take_over(run: Run) -> tuple[dict[str, Any], str] | None:
     handover = run.strategy.handover
     if handover is None or handover.source is None:
         return None
-    payload = handover.load()
+    parts, callbacks = handover.load()
+    payload = put_together(parts)
+    if callbacks is not None:
+        payload["callbacks"] = callbacks
     run.pending_hooks, run.stop_reason = tuple(payload.pop(_PENDING)), payload.pop(_STOP)
-    run.measured_at, run.handed_flags = payload.pop(_MEASURED), payload.pop(_FLAGS)
+    run.measured_at, run.unsaved = payload.pop(_MEASURED), payload.pop(_UNSAVED)
     run.handed_over = True
-    names = payload.pop(_ATTRIBUTES)
+    names = run.unsaved.attributes
     if names and run.is_main:
         logger.warning(
             "%s of %s changed during the run, and no checkpoint has it: from here on it is again what the task begins "
@@ -338,6 +343,27 @@ def take_over(run: Run) -> tuple[dict[str, Any], str] | None:
             type(run.task).__name__,
         )
     return payload, "the memory of a surviving rank"
+
+
+def put_together(parts: Sequence[tuple[dict[str, Any], Sequence[TensorShard]]]) -> dict[str, Any]:
+    """Return the state of which each part has the shards of its ranks, and placeholders for those of others."""
+    shards: dict[str, list[TensorShard]] = defaultdict(list)
+    for shard in chain.from_iterable(local_shards for _, local_shards in parts):
+        shards[shard.name].append(shard)
+    states = [state for state, _ in parts]
+    divided = {key: _joined([state[key] for state in states]) for key in ("task", "optimizer", "strategy")}
+    whole = {**states[0], **divided}
+    replace_placeholders(whole, lambda placeholder: TensorOfShards(placeholder, shards[placeholder[PLACE]]))
+    return whole
+
+
+def _joined(states: list[Any]) -> Any:
+    """Return the state that has all entries of several ones; where several have an entry, that of the first."""
+    first = states[0]
+    if len(states) == 1 or not isinstance(first, dict):
+        return first
+    keys = dict.fromkeys(key for state in states for key in state)
+    return {key: _joined([state[key] for state in states if key in state]) for key in keys}
 
 
 def report_loss(run: Run) -> None:

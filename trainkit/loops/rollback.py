@@ -293,7 +293,7 @@ class RollbackPoint:
         resumed_from = run.resumed_from
         payload = load_from(checkpoint[1], run.strategy.comm).payload
         check_payload(payload, str(checkpoint[1]))
-        undoable, run.undoable = run.undoable, None  # a half restored state is not handed over
+        undo_step, run.undo_step = run.undo_step, None  # a half restored state is not handed over
         run.checkpointer.restore(payload, where=str(checkpoint[1]))
         run.checkpointer.restore_rng(payload)
         state.resume_clock(seconds)
@@ -306,7 +306,7 @@ class RollbackPoint:
             phase_optimizer.set_mode(training=True)
         for phase_optimizer in run.phase_optimizers:  # of the step that was not finished
             phase_optimizer.zero_grad()
-        run.undoable = undoable
+        run.undo_step = undo_step
 
 
 def list_samples(samples: Sequence[int]) -> str:
