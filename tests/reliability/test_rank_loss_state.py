@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,54 +14,59 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.strategies.single import SingleStrategy
 
-from tests.reliability.test_rank_loss import BATCH, INPUTS, Death, Fragile, Meets, ddp, die, left_behind, network
+from tests.reliability.test_rank_loss import BATCH, INPUTS, Death, Fragile, ddp, die, left_behind, network
 from tests.seams.test_optimizer_modes import Averaging
 from trainkit import Callback, Data, Phase, Trainer
 from trainkit.checkpoint.store import CheckpointStore
 from trainkit.distributed.failure_store import RankTimeout
 from trainkit.distributed.launcher import RankFailure
 
-EPOCHS, STEPS = 3, 12
+EPOCH, STEPS = 4, 12
+HOOKS = ("on_epoch_start", "on_step_end", "on_evaluation_end", "on_epoch_end", "on_step_complete", "on_fit_end")
 
 
 def fit(
-    task: Fragile, *callbacks: Callback, strategy: Any = None, data: TensorDataset | None = None, **more: Any
-) -> Any:
-    data = TensorDataset(INPUTS) if data is None else data
-    settings: dict[str, Any] = {"evaluate_every": "1epoch", "max_duration": f"{STEPS}step", **more}
-    resume = settings.pop("resume", None)
-    trainer = Trainer(
-        ddp(devices=2) if strategy is None else strategy,
-        callbacks=list(callbacks),
-        loggers=[],
-        num_sanity_batches=0,
-        run_dir=task.folder / "run",
-        **settings,
-    )
+    task: Fragile, *callbacks: Callback, strategy: Any = None, data: Any = None, resume: Path | None = None, **more: Any
+) -> None:
+    data = data or TensorDataset(INPUTS)
+    settings = {"evaluate_every": "1epoch", "max_duration": f"{STEPS}step", "num_sanity_batches": 0, **more}
+    run = task.folder / "run"
+    trainer = Trainer(strategy or ddp(devices=2), callbacks=list(callbacks), loggers=[], run_dir=run, **settings)
     result = trainer.fit(task, Data(train=data, validation=data, batch_size=BATCH, shuffle=False), resume=resume)
-    assert result.steps == STEPS or "max_duration" in more
     assert result.rank_losses == len(task.deaths)
-    assert not left_behind()
-    return result
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert not [*run.glob("failure*"), *left_behind()]
+
+
+def losses_of(task: Fragile) -> list[tuple[str, int]]:
+    """Return for each loss from what the run went on, and the step."""
+    lines = [json.loads(line) for line in (task.folder / "run/rank_losses.jsonl").read_text().splitlines()]
+    return [("memory" if "memory" in line["from"] else "checkpoint", line["step"]) for line in lines]
 
 
 def plain_loop(
+    loss_of: Callable[[Tensor, int], Tensor],
     model: nn.Module,
-    loss_of: Callable[[Tensor], Tensor],
-    after: Callable[[int], None] = lambda step: None,
+    after: Callable[[int], Any] = lambda step: None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> None:
-    """Train with the optimizer of `Fragile`; `after` is called after each step."""
+) -> nn.Module:
+    """Train as `Fragile` is trained, and return the model; a step whose loss is not finite changes nothing."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
-    for step, batch in enumerate(INPUTS.split(BATCH) * EPOCHS, start=1):
+    for step, batch in enumerate(INPUTS.split(BATCH) * (STEPS // EPOCH), start=1):
         optimizer.zero_grad()
-        loss_of(batch).backward()
-        optimizer.step()
+        loss = loss_of(batch, step)
+        if loss.isfinite():
+            loss.backward()
+            optimizer.step()
         schedule.step()
         after(step)
+    return model
+
+
+def squares(outputs: Tensor) -> Tensor:
+    return outputs.square().mean()
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
@@ -69,35 +75,72 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-12)
 
 
-def started_from(task: Fragile) -> list[tuple[str, int]]:
-    """Return where the run went on after each loss."""
-    lines = [json.loads(line) for line in (task.folder / "run/rank_losses.jsonl").read_text().splitlines()]
-    return [("memory" if line["from"] == MEMORY else Path(line["from"]).name, line["step"]) for line in lines]
+class EachHook(Callback):
+    def called(self, run: Any, hook: str) -> None: ...
 
 
-MEMORY = "the memory of a surviving rank"
+for each in HOOKS:
+    setattr(EachHook, each, lambda self, run, *_, hook=each: self.called(run, hook))
+
+
+class Dies(EachHook):
+    """Has a collective in each hook, in which the survivors find that a rank is gone."""
+
+    def __init__(self, place: str = "in") -> None:
+        self.place = place
+
+    def called(self, run: Any, hook: str) -> None:
+        die(run.task, f"{self.place} {hook}", run.state.step, late=True)
+        run.strategy.comm.barrier()
+
+
+class Keeps(Callback):
+    """Keeps the steps and the sums of evaluated weights that it has seen, on the main rank only."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.sums: list[float] = []
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        self.sums += [sum_of(run.task.network)] * run.is_main
+
+    def on_step_complete(self, run: Any) -> None:
+        self.steps += [run.state.step] * run.is_main
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved)
+
+
+def sum_of(model: nn.Module) -> float:
+    return sum(float(parameter.sum()) for parameter in model.parameters())
 
 
 # ---- What a step changes
 
 
 class Momentum(Fragile):
-    """Has a momentum encoder, whose weights the step writes itself; `data`: past torch's count of writes."""
+    """Has a momentum encoder, whose weights the step writes itself; `by_data`: past torch's count of writes."""
 
-    def __init__(self, folder: Path, deaths: tuple[Death, ...] = (), *, by_data: bool = False) -> None:
+    def __init__(self, folder: Path, deaths: tuple[Death, ...], *, by_data: bool) -> None:
         super().__init__(folder, deaths)
-        self.key, self.by_data = halved().requires_grad_(False), by_data
+        self.key, self.by_data = zeros().requires_grad_(False), by_data
 
     def training_step(self, batch: Any) -> Any:
-        for key, query in zip(self.key.parameters(), self.network.parameters(), strict=True):
-            (key.data if self.by_data else key).lerp_(query.detach(), 0.1)
-        return super().training_step(batch) + (self.network(batch[0]) - self.key(batch[0])).square().mean()
+        follow(self.key, self.network, by_data=self.by_data)
+        return super().training_step(batch) + squares(self.network(batch[0]) - self.key(batch[0]))
 
 
-def halved() -> nn.Sequential:
+def follow(key: nn.Module, query: nn.Module, *, by_data: bool) -> None:
+    for own, other in zip(key.parameters(), query.parameters(), strict=True):
+        (own.data if by_data else own).lerp_(other.detach(), 0.1)
+
+
+def zeros() -> nn.Sequential:
     model = network()
-    for parameter in model.parameters():
-        parameter.data.mul_(0.5)
+    torch.nn.utils.vector_to_parameters(torch.zeros(49, dtype=torch.float64), model.parameters())
     return model
 
 
@@ -105,23 +148,21 @@ def halved() -> nn.Sequential:
 def test_weights_that_a_step_writes_itself_are_taken_back(by_data: bool, tmp_path: Path) -> None:
     task = Momentum(tmp_path, (("forward", 1, 6), ("forward", 0, 7)), by_data=by_data)
     fit(task)
-    query, key = network(), halved()
+    query, key = network(), zeros().requires_grad_(False)
 
-    def loss_of(batch: Tensor) -> Tensor:
-        for one, other in zip(key.parameters(), query.parameters(), strict=True):
-            one.data.lerp_(other.data, 0.1)
-        return query(batch).square().mean() + (query(batch) - key(batch).detach()).square().mean()
+    def loss_of(batch: Tensor, step: int) -> Tensor:
+        follow(key, query, by_data=False)
+        return squares(query(batch)) + squares(query(batch) - key(batch))
 
-    plain_loop(query, loss_of)
-    assert_same(task.network, query)
+    assert_same(task.network, plain_loop(loss_of, query))
     assert_same(task.key, key)
-    assert started_from(task) == [("memory", 5), ("memory", 6)]
+    assert losses_of(task) == [("memory", 5), ("memory", 6)]
 
 
 class Lazy(Fragile):
     """Sets a buffer in its first step, and counts evaluated batches in another."""
 
-    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+    def __init__(self, folder: Path, deaths: tuple[Death, ...]) -> None:
         super().__init__(folder, deaths)
         self.register_buffer("count", None)
         self.register_buffer("evaluated", torch.zeros((), dtype=torch.int64))
@@ -135,22 +176,19 @@ class Lazy(Fragile):
         return super().validation_step(batch)
 
 
-def test_buffers_that_begin_as_none_and_those_that_an_evaluation_changes_are_taken_back(tmp_path: Path) -> None:
+def test_buffers_that_are_none_at_first_and_those_that_an_evaluation_changes_are_taken_back(tmp_path: Path) -> None:
     task = Lazy(tmp_path, (("forward", 1, 1), ("forward", 0, 6), ("evaluation", 1, 8)))
     fit(task)
-    model, steps = network(), iter(range(1, STEPS + 1))
-    plain_loop(model, lambda batch: model(batch).square().mean() / next(steps))
-    assert_same(task.network, model)
+    model = network()
+    assert_same(task.network, plain_loop(lambda batch, step: squares(model(batch)) / step, model))
     assert (int(task.count), int(task.evaluated)) == (STEPS, STEPS)  # an epoch has as many batches of either
-    assert started_from(task)[1:] == [("memory", 5), ("memory", 8)]
+    assert losses_of(task)[1:] == [("memory", 5), ("memory", 8)]
 
 
 class Divides(nn.Module):
-    """Divides by the number of its calls, which its own code saves."""
+    """Divides by the number of its calls, which code of its own saves."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
@@ -164,7 +202,7 @@ class Divides(nn.Module):
 
 
 class SavesItsWay(Fragile):
-    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+    def __init__(self, folder: Path, deaths: tuple[Death, ...]) -> None:
         super().__init__(folder, deaths)
         self.divides = Divides()
 
@@ -172,13 +210,12 @@ class SavesItsWay(Fragile):
         return super().training_step([self.divides(batch[0])])
 
 
-def test_a_module_whose_code_saves_it_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_module_whose_own_code_saves_it_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     task = SavesItsWay(tmp_path, (("forward", 1, 7),))
     fit(task, Checkpoint(every="5step"))
-    model, steps = network(), iter(range(1, STEPS + 1))
-    plain_loop(model, lambda batch: model(batch / next(steps)).square().mean())
-    assert_same(task.network, model)
-    assert [step for _, step in started_from(task)] == [5]
+    model = network()
+    assert_same(task.network, plain_loop(lambda batch, step: squares(model(batch / step)), model))
+    assert losses_of(task) == [("checkpoint", 5)]
 
 
 class Accumulates(Fragile):
@@ -198,136 +235,103 @@ class Accumulates(Fragile):
         return self.training_step(batch)
 
 
-@pytest.mark.parametrize("place", ["forward", "in step complete"])
-def test_gradients_that_wait_for_a_later_step_go_back_to_the_last_checkpoint(place: str, tmp_path: Path) -> None:
-    task = Accumulates(tmp_path, ((place, 1, 6 if place == "forward" else 5),))
-    fit(task, Meets(), Checkpoint(every="4step"))
+@pytest.mark.parametrize("death", [("forward", 1, 6), ("in on_step_complete", 1, 5)])
+def test_gradients_that_wait_for_a_later_step_go_back_to_the_last_checkpoint(death: Death, tmp_path: Path) -> None:
+    task = Accumulates(tmp_path, (death,))
+    fit(task, Dies(), Checkpoint(every="4step"))
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, batch in enumerate(INPUTS.split(BATCH) * EPOCHS, start=1):
-        model(batch).square().mean().backward()
+    for step, batch in enumerate(INPUTS.split(BATCH) * (STEPS // EPOCH), start=1):
+        squares(model(batch)).backward()
         if step % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
     assert_same(task.network, model)
-    assert [step for _, step in started_from(task)] == [4]
+    assert losses_of(task) == [("checkpoint", 4)]
 
 
-class AveragingTask(Fragile):
+class Averages(Fragile):
     def configure_optimizers(self) -> Any:
         optimizer = Averaging(self.parameters(), lr=0.1)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9)
 
 
-class SeesWeights(Callback):
-    def __init__(self) -> None:
-        self.sums: list[float] = []
-
-    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
-        self.sums.append(sum_of(run.task.network))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.sums = saved["sums"]
-
-
-def sum_of(model: nn.Module) -> float:
-    return float(sum(parameter.detach().sum() for parameter in model.parameters()))
-
-
-def test_an_optimizer_that_trains_other_weights_than_it_evaluates_has_both_after_a_loss(tmp_path: Path) -> None:
-    task = AveragingTask(tmp_path, (("in step end", 1, 3), ("evaluation", 0, 4), ("in evaluation end", 1, 8)))
-    sees = SeesWeights()
-    fit(task, Meets(), sees)
+def test_an_optimizer_has_the_weights_to_train_and_those_to_evaluate_with_after_a_loss(tmp_path: Path) -> None:
+    task = Averages(tmp_path, (("in on_step_end", 1, 3), ("evaluation", 0, 4), ("in on_evaluation_end", 1, 8)))
+    keeps = Keeps()
+    fit(task, Dies(), keeps)
     model, sums = network(), []
     optimizer = Averaging(model.parameters(), lr=0.1)
-    optimizer.train()
 
     def after(step: int) -> None:
-        if step % 4 == 0:
+        if step % EPOCH == 0:
             optimizer.eval()
             sums.append(sum_of(model))
             optimizer.train()
 
-    plain_loop(model, lambda batch: model(batch).square().mean(), after, optimizer)
+    optimizer.train()
+    plain_loop(lambda batch, step: squares(model(batch)), model, after, optimizer)
     optimizer.eval()
     assert_same(task.network, model)
-    assert sees.sums == pytest.approx(sums, abs=1e-12)
-    assert [source for source, _ in started_from(task)] == ["memory"] * 3
+    assert keeps.sums == pytest.approx(sums, abs=1e-12)
+    assert losses_of(task) == [("memory", 3), ("memory", 4), ("memory", 8)]
 
 
 # ---- What callbacks change
 
 
-class ChangesFlags(Callback):
-    """Unfreezes a layer after step 3, and puts a part into evaluation mode after the first epoch."""
+class Exchanges(Callback):
+    """Freezes another layer after step 3, and puts a part into evaluation mode after the first epoch."""
 
     def on_step_end(self, run: Any) -> None:
-        if run.state.step == 3:
-            run.task.network[0].requires_grad_(True)
+        exchange(run.task.network, run.state.step)
 
     def on_epoch_end(self, run: Any) -> None:
-        if run.state.step == 4:
-            run.task.gate.eval()
+        run.task.gate.eval()
+
+
+def exchange(layers: nn.Sequential, step: int) -> None:
+    if step == 3:
+        layers[0].requires_grad_(True)
+        layers[2].requires_grad_(False)
 
 
 class Gated(Fragile):
-    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+    def __init__(self, folder: Path, deaths: tuple[Death, ...]) -> None:
         super().__init__(folder, deaths)
         self.network[0].requires_grad_(False)
         self.gate = nn.Identity()
 
     def training_step(self, batch: Any) -> Any:
-        return super().training_step(batch) * (1.0 if self.gate.training else 2.0)
+        return super().training_step(batch if self.gate.training else [batch[0] + 1.0])
 
 
-def test_what_callbacks_unfreeze_or_put_into_evaluation_mode_stays_so(tmp_path: Path) -> None:
+def test_what_callbacks_freeze_unfreeze_or_put_into_evaluation_mode_stays_so(tmp_path: Path) -> None:
     task = Gated(tmp_path, (("forward", 1, 6), ("evaluation", 0, 8)))
-    fit(task, ChangesFlags())
-    model, steps = network(), iter(range(1, STEPS + 1))
-    model[0].requires_grad_(False)
-
-    def after(step: int) -> None:
-        model[0].requires_grad_(step >= 3)
-
-    plain_loop(model, lambda batch: model(batch).square().mean() * (1.0 if next(steps) <= 4 else 2.0), after)
-    assert_same(task.network, model)
-    assert started_from(task) == [("memory", 5), ("memory", 8)]
-
-
-class FreezesLater(Callback):
-    def on_step_end(self, run: Any) -> None:
-        if run.state.step == 3:
-            run.task.network[2].requires_grad_(False)
-
-
-def test_what_a_checkpoint_leaves_out_as_frozen_is_handed_over(tmp_path: Path) -> None:
-    task = Gated(tmp_path, (("forward", 1, 6),))
-    task.network[0].requires_grad_(True)
-    fit(task, FreezesLater(), Checkpoint(every=None, save_at_end=False, trainable_only=True))
+    fit(task, Exchanges(), Checkpoint(every=None, save_at_end=False, trainable_only=True))
     model = network()
-    plain_loop(model, lambda batch: model(batch).square().mean(), lambda step: model[2].requires_grad_(step < 3))
+    model[0].requires_grad_(False)
+    plain_loop(lambda batch, step: squares(model(batch + (step > EPOCH))), model, lambda step: exchange(model, step))
     assert_same(task.network, model)
-    assert started_from(task) == [("memory", 5)]
+    assert losses_of(task) == [("memory", 5), ("memory", 8)]
 
 
-class KeepsAttributes(Fragile):
+class Attributes(Fragile):
+    """Changes what no checkpoint has."""
+
     get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
 
-    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+    def __init__(self, folder: Path, deaths: tuple[Death, ...]) -> None:
         super().__init__(folder, deaths)
         self.beta, self.constant = 0.0, 1.0
-        self.hidden = torch.zeros(4, dtype=torch.float64)
-        self.generator = torch.Generator()
+        self.hidden, self.generator = torch.zeros(4, dtype=torch.float64), torch.Generator()
         self.register_buffer("mean", torch.zeros(4, dtype=torch.float64), persistent=False)
 
     def training_step(self, batch: Any) -> Any:
-        noise = torch.rand((), generator=self.generator, dtype=torch.float64)
         self.hidden = self.hidden + self.network[0].weight.detach().mean(0)
         self.mean = self.mean + self.hidden
-        return super().training_step([batch[0] + self.hidden + self.mean]) * (self.constant + self.beta + noise)
+        noise = torch.rand((), generator=self.generator, dtype=torch.float64)
+        return super().training_step([batch[0] + self.mean]) * (self.constant + self.beta + noise)
 
 
 class Anneals(Callback):
@@ -336,32 +340,232 @@ class Anneals(Callback):
 
 
 def test_a_warning_names_what_no_checkpoint_has(tmp_path: Path) -> None:
-    task = KeepsAttributes(tmp_path, (("forward", 1, 6),))
-    fit(task, Anneals())
+    fit(Attributes(tmp_path, (("forward", 1, 6),)), Anneals(), Checkpoint(every="4step"))
     texts = [json.loads(line)["text"] for line in (tmp_path / "run/warnings.jsonl").read_text().splitlines()]
     (text,) = [text for text in texts if "changed during the run" in text]
-    assert text.startswith("beta, extra, generator, hidden, mean of KeepsAttributes")
+    assert text.startswith("beta, extra, generator, hidden, mean of Attributes")
 
 
 class Swaps(Callback):
-    """Evaluates with halved weights."""
+    """Evaluates with other weights."""
 
     def on_evaluation_start(self, run: Any, stage: str) -> None:
         self.kept = [parameter.detach().clone() for parameter in run.task.parameters()]
-        with torch.no_grad():
-            for parameter in run.task.parameters():
-                parameter.mul_(0.5)
+        self._write(run, [kept / 2 for kept in self.kept])
 
     def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        self._write(run, self.kept)
+
+    def _write(self, run: Any, values: list[Tensor]) -> None:
         with torch.no_grad():
-            for parameter, kept in zip(run.task.parameters(), self.kept, strict=True):
-                parameter.copy_(kept)
+            for parameter, value in zip(run.task.parameters(), values, strict=True):
+                parameter.copy_(value)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_weights_that_a_callback_swaps_for_an_evaluation_are_not_handed_over(is_first: bool, tmp_path: Path) -> None:
-    task = Fragile(tmp_path, (("evaluation", 1, 4), ("in evaluation end", 0, 8)))
-    fit(task, *([Swaps(), Meets()] if is_first else [Meets(), Swaps()]))
+def test_weights_that_a_callback_swaps_for_an_evaluation_are_not_handed_over(tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("evaluation", 1, 4), ("in on_evaluation_end", 0, 8)))
+    fit(task, Swaps(), Dies())
     model = network()
-    plain_loop(model, lambda batch: model(batch).square().mean())
+    assert_same(task.network, plain_loop(lambda batch, step: squares(model(batch)), model))
+
+
+# ---- Hooks and checkpoints
+
+
+class Notes(EachHook):
+    """Notes each call in a file, which outlives the rank."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def called(self, run: Any, hook: str) -> None:
+        with open(run.task.folder / f"calls_{os.environ['RANK']}", "a") as file:
+            file.write(f"{self.name} {hook} {run.state.step}\n")
+
+
+class DiesLate(Fragile):
+    """Dies once the other ranks have called the hooks that it has called."""
+
+    def training_step(self, batch: Any) -> Any:
+        die(self, "step", int(self.steps_seen) + 1, late=True)
+        return super().training_step(batch)
+
+
+FIRST_STEPS = (("step", 0, 1), ("in on_epoch_start", 1, 4), ("then in on_epoch_start", 0, 4), ("step", 0, 5))
+EPOCH_END = (("in on_step_end", 1, 8), ("in on_evaluation_end", 0, 8), ("in on_epoch_end", 1, 8))
+COMPLETE = (("in on_step_complete", 1, 8), ("then in on_step_complete", 0, 8), ("step", 1, 9))
+END = (("in on_fit_end", 1, STEPS), ("then in on_fit_end", 0, STEPS))
+
+
+@pytest.mark.parametrize("deaths", [FIRST_STEPS + END, EPOCH_END + COMPLETE], ids=["ends", "middle"])
+def test_each_hook_is_called_once_also_after_a_second_loss_before_the_next_step(
+    deaths: tuple[Death, ...], tmp_path: Path
+) -> None:
+    task = DiesLate(tmp_path, deaths)
+    callbacks = [Notes("first"), Dies(), Notes("second"), Dies("then in"), Notes("third")]
+    fit(task, *callbacks, strategy=ddp(devices=2, max_rank_losses=9))
+    steps: dict[str, Any] = dict.fromkeys(HOOKS, range(EPOCH, STEPS + 1, EPOCH))
+    steps |= dict.fromkeys(("on_step_end", "on_step_complete"), range(1, STEPS + 1))
+    steps |= {"on_epoch_start": range(0, STEPS, EPOCH), "on_fit_end": [STEPS]}
+    names = ("first", "second", "third")
+    expected = Counter(f"{name} {hook} {step}" for name in names for hook in HOOKS for step in steps[hook])
+    for rank in (0, 1):
+        assert Counter((tmp_path / f"calls_{rank}").read_text().splitlines()) == expected
+    assert losses_of(task) == [("memory", step - (place == "step")) for place, _, step in deaths]
+
+
+class SlowMain(Fragile):
+    def training_step(self, batch: Any) -> Any:
+        time.sleep(0.3 * (os.environ["RANK"] == "0" and int(self.steps_seen) == 5))
+        return super().training_step(batch)
+
+
+def test_callbacks_have_the_state_of_the_main_rank_although_another_hands_over_first(tmp_path: Path) -> None:
+    keeps = Keeps()
+    fit(SlowMain(tmp_path, (("forward", 1, 6),)), keeps, strategy=ddp(devices=3))
+    assert keeps.steps == list(range(1, STEPS + 1))
+
+
+def test_a_main_rank_that_dies_at_the_end_does_not_repeat_the_run(tmp_path: Path) -> None:
+    class DiesAtEnd(Callback):
+        def on_fit_end(self, run: Any) -> None:
+            die(run.task, "at the end", run.state.step, late=True)
+
+    task = Fragile(tmp_path, (("at the end", 0, STEPS),))
+    fit(task, DiesAtEnd())
+    assert losses_of(task) == [("memory", STEPS)]
+
+
+class BestAtEight(Fragile):
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": (self.steps_seen - 8).abs().double()}
+
+
+@pytest.mark.parametrize(
+    ("place", "settings", "saved"),
+    [
+        ("in on_step_end", {"every": "4step", "save_last_k": 2}, [(8, "interval", 0.0), (12, "interval", 4.0)]),
+        ("in on_evaluation_end", {"every": None, "monitor": "validation/loss"}, [(8, "best", 0.0), (12, "end", 4.0)]),
+    ],
+)
+def test_the_checkpoint_of_an_interrupted_step_is_saved_with_its_metrics(
+    place: str, settings: dict[str, Any], saved: list[tuple[int, str, float]], tmp_path: Path
+) -> None:
+    fit(BestAtEight(tmp_path, ((place, 1, 8),)), Checkpoint(**settings), Dies())
+    entries = CheckpointStore(tmp_path / "run/checkpoints").entries()
+    assert [(entry.step, entry.reason, entry.metrics["validation/loss"]) for entry in entries] == saved
+
+
+# ---- Buffers of ranks, and what is not finite
+
+
+class Rows(Fragile):
+    """Writes to the rows of its samples in every third step."""
+
+    def __init__(self, folder: Path, deaths: tuple[Death, ...] = ()) -> None:
+        super().__init__(folder, deaths)
+        self.register_buffer("rows", torch.zeros(len(INPUTS), dtype=torch.float64))
+
+    def training_step(self, batch: Any) -> Any:
+        outputs, mean = self.network(batch[0]).squeeze(1), self.rows.mean()
+        if int(self.steps_seen) % 3 == 0:
+            self.rows[batch[1]] = outputs.detach() + 1.0
+        return super().training_step(batch) + squares(outputs - mean)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_rows_that_the_first_steps_after_a_restart_do_not_write_are_merged(is_resumed: bool, tmp_path: Path) -> None:
+    data, resume = TensorDataset(INPUTS, torch.arange(len(INPUTS))), tmp_path / "run" if is_resumed else None
+    if is_resumed:
+        fit(Rows(tmp_path), Checkpoint(every=None), data=data, max_duration="4step")
+    task = Rows(tmp_path, () if is_resumed else (("forward", 1, 5),))
+    fit(task, data=data, resume=resume)
+    model, rows = network(), torch.zeros(len(INPUTS), dtype=torch.float64)
+
+    def loss_of(batch: Tensor, step: int) -> Tensor:
+        outputs, mean, first = model(batch).squeeze(1), rows.mean(), (step - 1) % EPOCH * BATCH
+        if step % 3 == 1:
+            rows[first : first + BATCH] = outputs.detach() + 1.0
+        return squares(outputs) + squares(outputs - mean)
+
+    assert_same(task.network, plain_loop(loss_of, model))
+    torch.testing.assert_close(task.rows, rows, rtol=0, atol=1e-12)
+
+
+def test_buffers_that_each_rank_has_of_its_own_are_not_handed_over() -> None:
+    assert ddp(devices=2).hands_over
+    assert not ddp(devices=2, broadcast_buffers=False).hands_over
+
+
+class BadBatch(Fragile):
+    """Has a loss that is not a number in a batch of each epoch."""
+
+    def __init__(self, folder: Path, deaths: tuple[Death, ...], *, bad: int) -> None:
+        super().__init__(folder, deaths)
+        self.bad = bad
+
+    def training_step(self, batch: Any) -> Any:
+        return super().training_step(batch) * (torch.nan if (batch[0] == INPUTS[self.bad]).any() else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "death", "evaluate_every"),
+    [
+        (12, ("evaluation", 1, 5), "7step"),  # at step 7, as steps 2 and 6 are skipped
+        (36, ("in on_step_end", 1, 8), "4step"),
+    ],
+)
+def test_a_rollback_before_or_after_a_loss_skips_the_bad_steps_and_no_hook(
+    bad: int, death: Death, evaluate_every: str, tmp_path: Path
+) -> None:
+    task, keeps, model = BadBatch(tmp_path, (death,), bad=bad), Keeps(), network()
+    settings = {"on_nonfinite": "rollback", "max_rollbacks": 9, "log_every": "99step", "evaluate_every": evaluate_every}
+    fit(task, Dies(), keeps, Checkpoint(every="2step", save_last_k=None), **settings)
+    bad_step = bad // BATCH + 1
+    plain_loop(lambda batch, step: squares(model(batch)) / ((step - bad_step) % EPOCH > 0), model)
     assert_same(task.network, model)
+    assert keeps.steps == list(range(1, STEPS + 1))
+
+
+# ---- The record of a run that has failed
+
+
+class Ends(Fragile):
+    """Ends its last rank in step 5 of each start."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        super().__init__(folder)
+        self.how = how
+
+    def training_step(self, batch: Any) -> Any:
+        if os.environ["RANK"] == "1" and int(self.steps_seen) == 4:
+            if self.how == "exit":
+                os._exit(3)
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(5.0)
+        return super().training_step(batch)
+
+
+class NotesError(Callback):
+    def on_exception(self, run: Any, error: BaseException) -> None:
+        (run.task.folder / f"error of {os.environ['RANK']}").touch()
+
+
+@pytest.mark.parametrize(
+    ("how", "settings", "error"),
+    [
+        ("exit", {}, RankFailure),
+        ("kill", {"max_rank_losses": 1}, RankFailure),
+        ("sleep", {"timeout_seconds": 3.0}, RankTimeout),
+    ],
+)
+def test_a_run_that_a_rank_ends_has_a_record_of_its_failure(
+    how: str, settings: dict[str, Any], error: type[Exception], tmp_path: Path
+) -> None:
+    with pytest.raises(error):
+        fit(Ends(tmp_path, how), NotesError(), strategy=ddp(devices=2, **settings))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
+    assert (tmp_path / "run/failure_rank_0.json").exists()
+    assert (tmp_path / "error of 0").exists() or how != "sleep"
+    assert not left_behind()
