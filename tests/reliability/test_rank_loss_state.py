@@ -281,13 +281,20 @@ def test_an_optimizer_has_the_weights_to_train_and_those_to_evaluate_with_after_
 
 
 class Exchanges(Callback):
-    """Freezes another layer after step 3, and puts a part into evaluation mode after the first epoch."""
+    """Freezes another layer after step 3 and in evaluations, and puts a part into evaluation mode after an epoch."""
 
     def on_step_end(self, run: Any) -> None:
         exchange(run.task.network, run.state.step)
 
     def on_epoch_end(self, run: Any) -> None:
         run.task.gate.eval()
+
+    def on_evaluation_start(self, run: Any, stage: str) -> None:
+        self.was_trained = run.task.network[0].weight.requires_grad
+        run.task.network[0].requires_grad_(False)
+
+    def on_evaluation_end(self, run: Any, stage: str, metrics: dict[str, float]) -> None:
+        run.task.network[0].requires_grad_(self.was_trained)
 
 
 def exchange(layers: nn.Sequential, step: int) -> None:
@@ -390,11 +397,15 @@ class DiesLate(Fragile):
         die(self, "step", int(self.steps_seen) + 1, late=True)
         return super().training_step(batch)
 
+    def validation_step(self, batch: Any) -> Any:
+        die(self, "validation", int(self.steps_seen), late=True)
+        return super().validation_step(batch)
+
 
 FIRST_STEPS = (("step", 0, 1), ("in on_epoch_start", 1, 4), ("then in on_epoch_start", 0, 4), ("step", 0, 5))
 EPOCH_END = (("in on_step_end", 1, 8), ("in on_evaluation_end", 0, 8), ("in on_epoch_end", 1, 8))
 COMPLETE = (("in on_step_complete", 1, 8), ("then in on_step_complete", 0, 8), ("step", 1, 9))
-END = (("in on_fit_end", 1, STEPS), ("then in on_fit_end", 0, STEPS))
+END = (("step", 1, 11), ("validation", 0, STEPS), ("in on_fit_end", 1, STEPS), ("then in on_fit_end", 0, STEPS))
 
 
 @pytest.mark.parametrize("deaths", [FIRST_STEPS + END, EPOCH_END + COMPLETE], ids=["ends", "middle"])
@@ -432,8 +443,10 @@ def test_a_main_rank_that_dies_at_the_end_does_not_repeat_the_run(tmp_path: Path
             die(run.task, "at the end", run.state.step, late=True)
 
     task = Fragile(tmp_path, (("at the end", 0, STEPS),))
-    fit(task, DiesAtEnd())
+    fit(task, Notes("each"), DiesAtEnd())
     assert losses_of(task) == [("memory", STEPS)]
+    for rank in (0, 1):
+        assert (tmp_path / f"calls_{rank}").read_text().splitlines().count(f"each on_fit_end {STEPS}") == 1
 
 
 class BestAtEight(Fragile):
@@ -498,33 +511,37 @@ def test_buffers_that_each_rank_has_of_its_own_are_not_handed_over() -> None:
 
 
 class BadBatch(Fragile):
-    """Has a loss that is not a number in a batch of each epoch."""
+    """Has a loss that is infinite, or a gradient that is not a number, in a batch of each epoch."""
 
-    def __init__(self, folder: Path, deaths: tuple[Death, ...], *, bad: int) -> None:
+    def __init__(self, folder: Path, deaths: tuple[Death, ...], *, bad: int, what: str) -> None:
         super().__init__(folder, deaths)
-        self.bad = bad
+        self.bad, self.what = bad, what
 
     def training_step(self, batch: Any) -> Any:
-        return super().training_step(batch) * (torch.nan if (batch[0] == INPUTS[self.bad]).any() else 1.0)
+        loss = super().training_step(batch)
+        if not (batch[0] == INPUTS[self.bad * BATCH]).any():
+            return loss
+        return loss + (torch.inf if self.what == "loss" else (0.0 * loss).sqrt())
 
 
 @pytest.mark.parametrize(
-    ("bad", "death", "evaluate_every"),
+    ("what", "bad", "death", "expected"),
     [
-        (12, ("evaluation", 1, 5), "7step"),  # at step 7, as steps 2 and 6 are skipped
-        (36, ("in on_step_end", 1, 8), "4step"),
+        ("gradient", 1, ("evaluation", 1, 5), ("memory", 7)),  # two of seven steps are skipped
+        ("gradient", 3, ("in on_step_end", 1, 8), ("checkpoint", 6)),
+        ("loss", 3, ("in on_step_end", 1, 8), ("checkpoint", 6)),
     ],
 )
 def test_a_rollback_before_or_after_a_loss_skips_the_bad_steps_and_no_hook(
-    bad: int, death: Death, evaluate_every: str, tmp_path: Path
+    what: str, bad: int, death: Death, expected: tuple[str, int], tmp_path: Path
 ) -> None:
-    task, keeps, model = BadBatch(tmp_path, (death,), bad=bad), Keeps(), network()
-    settings = {"on_nonfinite": "rollback", "max_rollbacks": 9, "log_every": "99step", "evaluate_every": evaluate_every}
+    task, keeps, model = BadBatch(tmp_path, (death,), bad=bad, what=what), Keeps(), network()
+    settings = {"on_nonfinite": "rollback", "max_rollbacks": 9, "log_every": "99step", "evaluate_every": "7step"}
     fit(task, Dies(), keeps, Checkpoint(every="2step", save_last_k=None), **settings)
-    bad_step = bad // BATCH + 1
-    plain_loop(lambda batch, step: squares(model(batch)) / ((step - bad_step) % EPOCH > 0), model)
+    plain_loop(lambda batch, step: squares(model(batch)) / ((step - 1 - bad) % EPOCH > 0), model)  # infinite where bad
     assert_same(task.network, model)
     assert keeps.steps == list(range(1, STEPS + 1))
+    assert losses_of(task) == [expected]
 
 
 # ---- The record of a run that has failed
