@@ -78,7 +78,7 @@ class UndoableStep:
             for callback in run.callbacks
         )
         self._is_evaluating = False
-        self._not_training: frozenset[str] | None = None  # names of modules, before the evaluation
+        self._flags: tuple[frozenset[str], frozenset[str]] | None = None  # `_find_flags` before the evaluation
         self._attributes = _plain_attributes(run.task)
         run.undo_step = self.undo
 
@@ -152,12 +152,12 @@ class UndoableStep:
     def begin_evaluation(self) -> None:
         """Keep what an evaluation may change."""
         self.begin()
-        self._is_evaluating, self._not_training = True, _not_training(self._run.task)
+        self._is_evaluating, self._flags = True, self._find_flags()
 
     def end(self) -> None:
         """End the step, which is counted, or the evaluation."""
         self._is_begun = self._run.strategy.is_updating = False
-        self._not_training = None
+        self._flags = None
 
     def end_evaluation(self) -> None:
         """Note that callbacks have put the weights back, in place of which they may have evaluated others."""
@@ -202,14 +202,17 @@ class UndoableStep:
             restore(metric_states)
 
     def _unsaved(self) -> UnsavedState:
+        present = _plain_attributes(self._run.task)
+        changed = [name for name, value in self._attributes.items() if present.get(name, value) != value]
+        return UnsavedState(*(self._flags or self._find_flags()), sorted({*changed, *self._run.carried_state}))
+
+    def _find_flags(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names of the parameters that are frozen, and of the modules in evaluation mode."""
         task = self._run.task
         self._run.strategy.end_phases()  # or what other phases train would be taken for frozen
-        present = _plain_attributes(task)
-        changed = [name for name, value in self._attributes.items() if present.get(name, value) != value]
-        return UnsavedState(
+        return (
             frozenset(name for name, parameter in task.named_parameters() if not parameter.requires_grad),
-            _not_training(task) if self._not_training is None else self._not_training,
-            sorted({*changed, *self._run.carried_state}),
+            frozenset(name for name, module in task.named_modules() if not module.training),
         )
 
 
@@ -220,10 +223,6 @@ def set_flags(task: TaskModule, unsaved: UnsavedState) -> None:
             parameter.requires_grad_(name not in unsaved.frozen)
     for name, module in task.named_modules():
         module.training = name not in unsaved.evaluating
-
-
-def _not_training(task: TaskModule) -> frozenset[str]:
-    return frozenset(name for name, module in task.named_modules() if not module.training)
 
 
 def _present_buffers(task: TaskModule, held: Container[int]) -> list[tuple[dict[str, Tensor | None], str]]:
