@@ -146,8 +146,8 @@ def zeros() -> nn.Sequential:
 
 @pytest.mark.parametrize("by_data", [False, True])
 def test_weights_that_a_step_writes_itself_are_taken_back(by_data: bool, tmp_path: Path) -> None:
-    task = Momentum(tmp_path, (("forward", 1, 6), ("forward", 0, 7)), by_data=by_data)
-    fit(task)
+    task = Momentum(tmp_path, (("forward", 1, 1), ("in on_step_end", 1, 5), ("forward", 0, 6), ("forward", 1, 8)), by_data=by_data)
+    fit(task, Dies())
     query, key = network(), zeros().requires_grad_(False)
 
     def loss_of(batch: Tensor, step: int) -> Tensor:
@@ -156,7 +156,7 @@ def test_weights_that_a_step_writes_itself_are_taken_back(by_data: bool, tmp_pat
 
     assert_same(task.network, plain_loop(loss_of, query))
     assert_same(task.key, key)
-    assert losses_of(task) == [("memory", 5), ("memory", 6)]
+    assert losses_of(task)[1:] == [("memory", 5), ("memory", 5), ("memory", 7)]
 
 
 class Lazy(Fragile):
@@ -354,7 +354,10 @@ def test_a_warning_names_what_no_checkpoint_has(tmp_path: Path) -> None:
 
 
 class Swaps(Callback):
-    """Evaluates with other weights."""
+    """Evaluates with other weights; `by_data`: written past torch's count of writes."""
+
+    def __init__(self, *, by_data: bool) -> None:
+        self.by_data = by_data
 
     def on_evaluation_start(self, run: Any, stage: str) -> None:
         self.kept = [parameter.detach().clone() for parameter in run.task.parameters()]
@@ -366,12 +369,17 @@ class Swaps(Callback):
     def _write(self, run: Any, values: list[Tensor]) -> None:
         with torch.no_grad():
             for parameter, value in zip(run.task.parameters(), values, strict=True):
-                parameter.copy_(value)
+                (parameter.data if self.by_data else parameter).copy_(value)
 
 
-def test_weights_that_a_callback_swaps_for_an_evaluation_are_not_handed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_weights_that_a_callback_swaps_for_an_evaluation_are_not_handed_over(
+    by_data: bool, is_first: bool, tmp_path: Path
+) -> None:
     task = Fragile(tmp_path, (("evaluation", 1, 4), ("in on_evaluation_end", 0, 8)))
-    fit(task, Swaps(), Dies())
+    callbacks = [Swaps(by_data=by_data), Dies()]
+    fit(task, *(callbacks if is_first else callbacks[::-1]))
     model = network()
     assert_same(task.network, plain_loop(lambda batch, step: squares(model(batch)), model))
 
@@ -403,7 +411,7 @@ class DiesLate(Fragile):
 
 
 FIRST_STEPS = (("step", 0, 1), ("in on_epoch_start", 1, 4), ("then in on_epoch_start", 0, 4), ("step", 0, 5))
-EPOCH_END = (("in on_step_end", 1, 8), ("in on_evaluation_end", 0, 8), ("in on_epoch_end", 1, 8))
+EPOCH_END = (("in on_step_end", 1, 8), ("validation", 0, 8), ("in on_evaluation_end", 0, 8), ("in on_epoch_end", 1, 8))
 COMPLETE = (("in on_step_complete", 1, 8), ("then in on_step_complete", 0, 8), ("step", 1, 9))
 END = (("step", 1, 11), ("validation", 0, STEPS), ("in on_fit_end", 1, STEPS), ("then in on_fit_end", 0, STEPS))
 
@@ -423,6 +431,36 @@ def test_each_hook_is_called_once_also_after_a_second_loss_before_the_next_step(
     for rank in (0, 1):
         assert Counter((tmp_path / f"calls_{rank}").read_text().splitlines()) == expected
     assert losses_of(task) == [("memory", step - (place == "step")) for place, _, step in deaths]
+
+
+class CountsEvaluations(Fragile):
+    """Has no buffers, and counts in its extra state."""
+
+    def __init__(self, folder: Path, deaths: tuple[Death, ...]) -> None:
+        super().__init__(folder, deaths)
+        del self.steps_seen, self.growing
+
+    def training_step(self, batch: Any) -> Any:
+        return squares(self.network(batch[0]))
+
+    def validation_step(self, batch: Any) -> Any:
+        self.extra += 1
+        die(self, "validation", 0, late=True)
+        return {"loss": squares(self.network(batch[0]))}
+
+
+def test_the_extra_state_is_taken_back_in_an_evaluation_before_the_first_step(tmp_path: Path) -> None:
+    task = CountsEvaluations(tmp_path, (("in on_step_end", 1, 4), ("validation", 0, 0)))
+    fit(task, Kills(), Dies())
+    assert task.extra == STEPS
+
+
+class Kills(Callback):
+    """Lets the task die in the evaluation after a first loss only."""
+
+    def on_fit_start(self, run: Any) -> None:
+        if run.strategy.attempt == 0:
+            run.task.deaths = run.task.deaths[:1]
 
 
 class SlowMain(Fragile):
@@ -467,6 +505,21 @@ def test_the_checkpoint_of_an_interrupted_step_is_saved_with_its_metrics(
     fit(BestAtEight(tmp_path, ((place, 1, 8),)), Checkpoint(**settings), Dies())
     entries = CheckpointStore(tmp_path / "run/checkpoints").entries()
     assert [(entry.step, entry.reason, entry.metrics["validation/loss"]) for entry in entries] == saved
+
+
+class InSave(Callback):
+    def on_save(self, run: Any, payload: dict[str, Any]) -> None:
+        die(run.task, "save", run.state.step, late=True)
+        run.strategy.comm.barrier()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_checkpoint_in_whose_save_a_rank_dies_is_saved(rank: int, async_save: bool, tmp_path: Path) -> None:
+    task = Fragile(tmp_path, (("save", rank, 6),))
+    fit(task, InSave(), Checkpoint(every="2step", save_last_k=None, async_save=async_save))
+    entries = CheckpointStore(tmp_path / "run/checkpoints").entries()
+    assert [(entry.step, entry.reason) for entry in entries] == [(step, "interval") for step in range(2, STEPS + 1, 2)]
 
 
 # ---- Buffers of ranks, and what is not finite
