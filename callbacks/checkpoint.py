@@ -100,6 +100,7 @@ class Checkpoint(Callback):
         self._is_timed = self.every is not None and self.every.is_time
         self._interval = Interval(self.every)
         self._reason: str | None = None
+        self._saving: str | None = None  # the reason of a save that is not complete
         self._due: dict[str, Any] = {}
         self._saved_step: int | None = None
         self._is_prepared = False
@@ -135,7 +136,7 @@ class Checkpoint(Callback):
         if store is not None:
             store = run.checkpointer.store = CheckpointStore(store.folder, monitor=self.monitor)
         self._interval.start(run.state)
-        self._reason = self._saved_step = None
+        self._reason = self._saving = self._saved_step = None
         if run.handed_over:  # the step whose hooks the loss of a rank has interrupted may be due
             self._reason = self._due["reason"]
             self._interval.next = self._due["next"]
@@ -149,7 +150,7 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next `on_step_complete` decides by, for ranks that go on after the loss of one."""
-        return {"reason": self._reason, "next": self._interval.next}
+        return {"reason": self._reason or self._saving, "next": self._interval.next}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._due = saved
@@ -236,6 +237,7 @@ class Checkpoint(Callback):
         self._reason = self._retry_step = None
         if self._saved_step == run.state.step:
             return
+        self._saving = reason
 
         def on_saved(entry: CheckpointEntry) -> None:
             logger.log(logging.DEBUG if run.has_display else logging.INFO, "saved %s (%s)", entry.path, reason)
@@ -251,10 +253,12 @@ class Checkpoint(Callback):
                 then=on_saved,
             )
         except CheckpointError as error:
+            self._saving = None
             if is_last:
                 raise
             self._count_failure(error, run)
             return
+        self._saving = None
         if not self.async_save:
             self._forget_failures()
         self._saved_step = run.state.step

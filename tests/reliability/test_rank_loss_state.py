@@ -146,7 +146,9 @@ def zeros() -> nn.Sequential:
 
 @pytest.mark.parametrize("by_data", [False, True])
 def test_weights_that_a_step_writes_itself_are_taken_back(by_data: bool, tmp_path: Path) -> None:
-    task = Momentum(tmp_path, (("forward", 1, 1), ("in on_step_end", 1, 5), ("forward", 0, 6), ("forward", 1, 8)), by_data=by_data)
+    task = Momentum(
+        tmp_path, (("forward", 1, 1), ("in on_step_end", 1, 5), ("forward", 0, 6), ("forward", 1, 8)), by_data=by_data
+    )
     fit(task, Dies())
     query, key = network(), zeros().requires_grad_(False)
 

@@ -313,6 +313,7 @@ class FitLoop:
                 from trainkit.loops.handover import UndoableStep
 
                 self._undoable = UndoableStep(run)
+                self._undoable.find_state()  # an evaluation that a loss has interrupted comes before the first step
                 phases = [self._undoable.wrap(phase) for phase in phases]
         step = phased_step(run.task, run.state, phases) if phases[0].phase else single_step(phases[0])
         if not self._policy.lists_steps:

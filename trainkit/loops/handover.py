@@ -78,6 +78,7 @@ class UndoableStep:
             for callback in run.callbacks
         )
         self._is_evaluating = False
+        self._unswapped: list[Tensor] = []  # the weights before an evaluation, if they may be swapped
         self._flags: tuple[frozenset[str], frozenset[str]] | None = None  # `_find_flags` before the evaluation
         self._attributes = _plain_attributes(run.task)
         run.undo_step = self.undo
@@ -118,16 +119,17 @@ class UndoableStep:
             return forward_backward(batch)
         # By values, as a write to `parameter.data` is not counted.
         values = [tensor.detach().clone() for tensor in self._weights]
-        outputs = forward_backward(batch)
-        for index, (tensor, value) in enumerate(zip(self._weights, values, strict=True)):
-            if index not in self._written and not torch.equal(tensor, value):
-                self._written[index] = tensor
-                self._written_copies.append(value)
-        return outputs
+        try:
+            return forward_backward(batch)
+        finally:  # also in a step that a loss breaks
+            for index, (tensor, value) in enumerate(zip(self._weights, values, strict=True)):
+                if index not in self._written and not torch.equal(tensor, value):
+                    self._written[index] = tensor
+                    self._written_copies.append(value)
 
     def begin(self) -> None:
         """Keep what a step or an evaluation may change."""
-        self._is_begun = True
+        self._is_begun, self._is_evaluating = True, False  # a rollback may have left an evaluation
         self._keep_buffers()
         self._written_copies = [tensor.detach().clone() for tensor in self._written.values()]
         # Private: torch has no public count of writes to a tensor; comparing values would cost a copy.
@@ -153,6 +155,7 @@ class UndoableStep:
         """Keep what an evaluation may change."""
         self.begin()
         self._is_evaluating, self._flags = True, self._find_flags()
+        self._unswapped = [tensor.detach().clone() for tensor in self._weights] if self._may_swap else []
 
     def end(self) -> None:
         """End the step, which is counted, or the evaluation."""
@@ -161,7 +164,7 @@ class UndoableStep:
 
     def end_evaluation(self) -> None:
         """Note that callbacks have put the weights back, in place of which they may have evaluated others."""
-        self._is_evaluating = False
+        self._is_evaluating, self._unswapped = False, []
 
     def undo(self) -> UnsavedState | None:
         """Return to the end of the last step; return `None` if the state is that of no step, or is not all known."""
@@ -173,7 +176,9 @@ class UndoableStep:
         is_written = any(
             version != versions[index] for index, version in enumerate(self._versions) if index not in self._written
         )
-        if run.strategy.is_updating or (is_written and (self._may_swap if self._is_evaluating else self._is_begun)):
+        if self._is_evaluating:  # by values, as a write to `parameter.data` is not counted
+            is_written = not all(map(torch.equal, self._weights, self._unswapped))
+        if run.strategy.is_updating or (is_written and (self._is_evaluating or self._is_begun)):
             return False
         # What is not finite is left to the policy for it, which needs the rank that had the loss.
         weights = {str(index): tensor for index, tensor in enumerate(self._weights)}
