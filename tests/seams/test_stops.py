@@ -75,9 +75,9 @@ def test_runs_with_our_callbacks_alone_agree_on_no_stop_in_every_step(monkeypatc
 
     emit, asked = Run.emit, []
 
-    def counted(run, hook, *arguments):
+    def counted(run, hook, *arguments, start=0):
         run.may_be_stopped = False
-        emit(run, hook, *arguments)
+        emit(run, hook, *arguments, start=start)
         asked.extend([hook] if run.may_be_stopped else [])
 
     monkeypatch.setattr(Run, "emit", counted)
