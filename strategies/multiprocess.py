@@ -96,6 +96,7 @@ class MultiProcessStrategy(Strategy):
 
     collectives: ClassVar[type[ProcessGroupCollectives]] = ProcessGroupCollectives
     """The class of `comm`."""
+
     devices: int | str = "auto"
     device: InitVar[str] = "auto"  # the attribute is the device itself
     accumulate: Annotated[int, Ge(1)] | None = None
@@ -219,7 +220,7 @@ class MultiProcessStrategy(Strategy):
     @property
     def is_replicated(self) -> bool:
         """True if several ranks train each part of the task."""
-        return True
+        return False
 
     @property
     def hands_over(self) -> bool:

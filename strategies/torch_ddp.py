@@ -47,6 +47,8 @@ class TorchDDPStrategy(MultiProcessStrategy):
 
     """
 
+    is_replicated = True
+
     bucket_cap_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
     find_unused_parameters: bool = False
     static_graph: bool = False

@@ -65,7 +65,7 @@ class Strategy:
     handover: Handover | None = None
     """What the ranks of this run go on from, and where they leave it; `None` if the loss of a rank ends the run."""
     is_updating: bool = False
-    """True from the first update of a step on, until whoever reads it makes it False."""
+    """True from the first update of a step on; the loop resets it where steps can be taken back."""
     supports_module_hooks: bool = True
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
     supports_manual_backward: bool = False

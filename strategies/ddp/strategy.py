@@ -69,6 +69,7 @@ class DDPStrategy(PhaseTraining, MultiProcessStrategy):
     """
 
     supports_auto_micro_batch = True
+    is_replicated = True
 
     bucket_cap_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
     find_unused_parameters: Unused = "auto"

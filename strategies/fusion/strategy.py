@@ -78,6 +78,7 @@ class FusionStrategy(MultiProcessStrategy):
     """
 
     supports_auto_micro_batch = True
+    is_replicated = True
 
     buffer_mb: Annotated[float, Gt(0), Unit("MiB")] | None = None
     max_in_flight: Annotated[int, Ge(1), Unit("chunks")] = 4

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -62,7 +62,7 @@ class UndoableStep:
         self._buffers: list[tuple[dict[str, Tensor | None], str]] = []  # where the buffers of modules are
         self._extra: list[nn.Module] = []  # modules with an extra state
         self._metrics: list[nn.Module] = []
-        self._saves_its_way = False  # a module, whose state only its own code knows
+        self._has_custom_state_dict = False  # a module, whose state only its own code knows
         self._weights: list[Tensor] = []
         self._written: dict[int, Tensor] = {}  # weights that steps write to, such as a momentum encoder's, by position
         # What there was before the step: copies, and counts of writes.
@@ -88,18 +88,15 @@ class UndoableStep:
         # Not in each step, which would take as long as a small step itself.
         task, strategy = self._run.task, self._run.strategy
         held = local_state(strategy, task)
-        self._buffers = _present_buffers(task, self._held())
+        self._buffers = _present_buffers(task, held)
         self._copies = []
         self._extra = [m for m in task.modules() if type(m).get_extra_state is not nn.Module.get_extra_state]
         self._metrics = metric_modules(strategy, task)
-        self._saves_its_way = any(_saves_its_way(module) for module in task.modules())
+        self._has_custom_state_dict = any(_has_custom_state_dict(module) for module in task.modules())
         parameters = dict(task.named_parameters())
         written = {id(tensor) for tensor in self._written.values()}
         self._weights = [tensor for name, tensor in held.items() if name in parameters and not tensor.is_meta]
         self._written = {index: tensor for index, tensor in enumerate(self._weights) if id(tensor) in written}
-
-    def _held(self) -> set[int]:
-        return {id(tensor) for tensor in local_state(self._run.strategy, self._run.task).values()}
 
     def wrap(self, phase: PhaseStep) -> PhaseStep:
         """Return a phase of the step that can be taken back until its first update."""
@@ -186,9 +183,10 @@ class UndoableStep:
             return False
         if not self._is_begun:
             return not (run.task.manual and _has_gradients(run.task))
-        known = {(id(buffers), name) for buffers, name in self._buffers}
-        has_new = any((id(buffers), name) not in known for buffers, name in _present_buffers(run.task, self._held()))
-        if self._saves_its_way or self._had_gradients or has_new:
+        tables = {(id(buffers), name) for buffers, name in self._buffers}
+        present = _present_buffers(run.task, local_state(run.strategy, run.task))
+        has_new = any((id(buffers), name) not in tables for buffers, name in present)
+        if self._has_custom_state_dict or self._had_gradients or has_new:
             return False
         self._take_back()
         return True
@@ -230,13 +228,14 @@ def set_flags(task: TaskModule, unsaved: UnsavedState) -> None:
         module.training = name not in unsaved.evaluating
 
 
-def _present_buffers(task: TaskModule, held: Container[int]) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Return where the buffers are that this rank holds, whose ids are `held`."""
+def _present_buffers(task: TaskModule, held: Mapping[str, Tensor]) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Return where the buffers are that this rank holds, which are among the tensors `held`."""
+    ids = {id(tensor) for tensor in held.values()}
     return [
         (module._buffers, name)
         for module in task.modules()
         for name, tensor in module._buffers.items()
-        if id(tensor) in held and not cast(Tensor, tensor).is_meta
+        if id(tensor) in ids and not cast(Tensor, tensor).is_meta
     ]
 
 
@@ -256,7 +255,7 @@ def _has_gradients(task: TaskModule) -> bool:
     return any([parameter.grad is not None for parameter in task.parameters()])
 
 
-def _saves_its_way(module: nn.Module) -> bool:
+def _has_custom_state_dict(module: nn.Module) -> bool:
     """Return True if a module of the user's has code for its state dict, which may change more than buffers."""
     hooks = (*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values())
     codes = [type(module)._save_to_state_dict, *hooks]
@@ -356,9 +355,9 @@ def put_together(parts: Sequence[tuple[dict[str, Any], Sequence[TensorShard]]]) 
         shards[shard.name].append(shard)
     states = [state for state, _ in parts]
     divided = {key: _joined([state[key] for state in states]) for key in ("task", "optimizer", "strategy")}
-    whole = {**states[0], **divided}
-    replace_placeholders(whole, lambda placeholder: TensorOfShards(placeholder, shards[placeholder[PLACE]]))
-    return whole
+    payload = {**states[0], **divided}
+    replace_placeholders(payload, lambda placeholder: TensorOfShards(placeholder, shards[placeholder[PLACE]]))
+    return payload
 
 
 def _joined(states: list[Any]) -> Any:

@@ -107,7 +107,7 @@ def fit_on_rank(
                 # After the restore, so that the speed counts this part of the run only.
                 seconds, samples = run.state.own_seconds, run.state.samples
                 loop.run()
-                # Until rank 0 is done a loss would repeat what the others would have to hand over.
+                # A rank that has ended hands nothing over: the death of rank 0 in its last hook would repeat the run.
                 if strategy.handover is not None:
                     strategy.comm.barrier()
         except BaseException as error:
