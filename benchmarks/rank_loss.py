@@ -29,8 +29,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.strategies.ddp.strategy import DDPStrategy
+from trainkit.strategies.pipeline.strategy import PipelineStrategy
 
 from trainkit import Callback, Data, TaskModule, Trainer
+from trainkit.strategy import Strategy
 
 DEATH, STEPS = 6, 9  # the step in which a rank dies, and the last one
 WIDTHS = {"small": (64, 2), "60M": (2925, 7)}  # width and number of layers
@@ -134,11 +136,21 @@ def seconds_lost(contender: str, model: str, ranks: int) -> float:
         return min(end for end in ends if end > death) - death
 
 
-def step_seconds(policy: str, width: int, depth: int) -> float:
-    """Return the median duration of a step on two ranks."""
+def ddp(policy: str) -> DDPStrategy:
+    """Return the strategy of two ranks that have the whole task."""
+    return DDPStrategy(devices=2, device="cpu", on_rank_loss=policy)
+
+
+def pipeline(policy: str) -> PipelineStrategy:
+    """Return the strategy of four ranks, which wait for each other before their update if they may be replaced."""
+    return PipelineStrategy(stages=2, replicas=2, device="cpu", on_rank_loss=policy)
+
+
+def step_seconds(strategy: Strategy, width: int, depth: int) -> float:
+    """Return the median duration of a step."""
     durations = Durations()
     trainer = Trainer(
-        DDPStrategy(devices=2, device="cpu", on_rank_loss=policy),
+        strategy,
         max_duration="500step",
         callbacks=[durations],
         loggers=[],
@@ -151,15 +163,15 @@ def step_seconds(policy: str, width: int, depth: int) -> float:
 
 def compare_steps(rounds: int) -> None:
     """Print the ratio of a step that may be taken back to one that may not."""
-    for width, depth in ((64, 3), (256, 8), (512, 16)):
+    for layout, width, depth in ((ddp, 64, 3), (ddp, 256, 8), (ddp, 512, 16), (pipeline, 64, 3), (pipeline, 512, 16)):
         ratios, times = [], []
         for number in range(rounds):
             order = ("replace", "stop") if number % 2 else ("stop", "replace")
-            seconds = {policy: step_seconds(policy, width, depth) for policy in order}
+            seconds = {policy: step_seconds(layout(policy), width, depth) for policy in order}
             ratios.append(seconds["replace"] / seconds["stop"])
             times.append(seconds["stop"])
         low, middle, high = quantiles(ratios, n=4)
-        name = f"{depth} layers of {width} with batch norm, {1000 * median(times):.2f} ms"
+        name = f"{layout.__name__}, {depth} layers of {width} with batch norm, {1000 * median(times):.2f} ms"
         print(f"{name} | {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
 
 

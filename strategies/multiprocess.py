@@ -88,7 +88,8 @@ class MultiProcessStrategy(Strategy):
         backend: `auto` (gloo on the CPU, nccl on CUDA), or a backend of torch.distributed.
         launcher: `local` (ranks are processes on this machine) or `ray` (actors of a Ray cluster).
         on_rank_loss: After the death of a rank: `stop` ends the run, `replace` starts as many ranks again, `continue`
-            as many as have survived; `auto`: `replace`, for ranks that the local launcher has started.
+            as many as have survived, until a SIGUSR2 to the launcher starts all; `auto`: `replace`, for ranks that the
+            local launcher has started.
         max_rank_losses: Losses in a row without a new step, after which the run ends.
         process_group: The ranks that train together if this process is a rank already; `None`: all ranks.
 

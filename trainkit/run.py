@@ -19,6 +19,7 @@ from torch import Tensor
 from trainkit.data.batch import BatchPlan
 from trainkit.data.data import Data
 from trainkit.data.loader import BatchLoader
+from trainkit.distributed.failure_store import RanksWanted
 from trainkit.logger import Logger
 from trainkit.metrics.accumulate import WeightedMeans
 from trainkit.optim.lr_schedule import ReferenceBatchSize
@@ -336,6 +337,9 @@ class Run:
         # A signal may reach only some of the ranks. All take the first one's, so that they end with the same exit code.
         received = self.strategy.comm.all_gather_object(self.signals.received)
         self.stopped_by = next((number for number in received if number is not None), None)
+        handover = self.strategy.handover
+        if handover is not None and self.stopped_by is not None and self.stopped_by == handover.regrow:
+            raise RanksWanted("all ranks are started again")
         return self.stopped_by is not None
 
     def check_folder(self) -> None:

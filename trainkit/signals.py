@@ -17,6 +17,8 @@ from trainkit.errors import UserError, nearest
 logger = logging.getLogger(__name__)
 
 ALWAYS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REGROW = signal.SIGUSR2
+"""Takes all ranks again after a loss with which fewer have gone on, unless it is the preemption signal."""
 # 128 plus the number, as shells report it.
 EXIT_CODES = {number.name: 128 + number for number in signal.Signals}
 """Exit code of a program that a signal ended, by the signal's name."""

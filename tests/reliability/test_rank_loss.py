@@ -135,6 +135,8 @@ class Bookkeeper(Callback):
 
     def on_step_complete(self, run: Any) -> None:
         self.calls["complete"] += 1
+        if run.run_dir is not None and (run.run_dir / "summary.json").exists():
+            self.calls["summary of a run that has not ended"] += 1
         die(run.task, "step complete", run.state.step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,6 +241,41 @@ def test_the_surviving_ranks_continue_with_the_same_global_batch(strategy: Any, 
     result, bookkeeper = fit(strategy(devices=3, on_rank_loss="continue"), task, None)
     assert result.rank_losses == 2
     assert_undisturbed(task, result, bookkeeper)
+
+
+class Regrows(Callback):
+    """Asks for all ranks where fewer go on."""
+
+    def on_step_end(self, run: Any) -> None:
+        starter = multiprocessing.parent_process()
+        # In the first start it changes nothing.
+        if run.state.step == 2 or (run.state.step > 6 and int(os.environ["WORLD_SIZE"]) < 3):
+            assert starter is not None and starter.pid is not None
+            if run.is_main:
+                os.kill(starter.pid, signal.SIGUSR2)
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "ranks"),
+    [
+        ((("forward", 1, 3),), [2, 3]),
+        ((("forward", 1, 3), ("forward", 0, 3)), [1, 3]),  # the only survivor has nobody who could die
+    ],
+)
+@pytest.mark.parametrize("strategy", [ddp, fusion])
+def test_all_ranks_are_started_again_by_a_signal_after_fewer_have_gone_on(
+    strategy: Any, deaths: tuple[Death, ...], ranks: list[int], tmp_path: Path, capfd: Any
+) -> None:
+    task = Fragile(tmp_path, deaths)
+    settings = {"devices": 3, "on_rank_loss": "continue"}
+    result, bookkeeper = fit(strategy(**settings), task, tmp_path / "run", callbacks=[Regrows()])
+    assert_undisturbed(task, result, bookkeeper)
+    lines = [json.loads(line) for line in (tmp_path / "run/rank_losses.jsonl").read_text().splitlines()]
+    assert [line["ranks"] for line in lines] == ranks
+    assert lines[-1]["from"] == "the memory of a surviving rank"
+    assert lines[-1]["lost"] == "SIGUSR2 asked for all ranks"
+    assert f"To start all ranks again, type: kill -USR2 {os.getpid()}" in capfd.readouterr().err
 
 
 def test_the_surviving_ranks_split_a_batch_that_they_cannot_divide(tmp_path: Path) -> None:
@@ -565,12 +602,14 @@ def test_the_state_of_the_latest_step_is_handed_over(tmp_path: Path) -> None:
     started = Handover((str(tmp_path),), source=newest, attempt=1)
     ((weights,), callbacks) = started.load()
     assert (weights.tolist(), callbacks) == ([5.0, 5.0], None)
+    started.save("after a rollback", num_bytes=0, step=4)
+    assert started.newest() == (1, 4, [tmp_path / "1_4_1_0.pt"])
     started.save("after further hooks", num_bytes=0, step=5)
     assert started.newest() == (1, 5, [tmp_path / "1_5_1_0.pt"])
     started.save("by a rank that the others have lost", num_bytes=0, step=4)
     started.discard()
     started.discard()  # another rank
-    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["1_5_1_0"]
+    assert sorted(path.stem for path in tmp_path.glob("*.pt")) == ["1_4_1_0", "1_5_1_0"]
 
 
 def test_the_callbacks_have_the_state_of_the_main_rank_if_it_survives(tmp_path: Path) -> None:

@@ -47,6 +47,10 @@ class RankTimeout(RankError):
     """Another rank did not come in time; nobody has died."""
 
 
+class RanksWanted(RankError):
+    """The run is to go on with more ranks."""
+
+
 def stopped(where: str, cause: str) -> RankError:
     """Return the error of a rank that stops waiting in `where` because of another rank's failure."""
     return RankError(f"stopped while waiting in {where}, because {cause}")

@@ -44,7 +44,7 @@ from trainkit.distributed.rank_log import final_message, keep_log
 from trainkit.distributed.rank_loss import Handover, Recovery
 from trainkit.distributed.rendezvous import store_at
 from trainkit.errors import Stopped, UserError, rank_exit, user_traceback
-from trainkit.signals import ALWAYS, recorded_signals
+from trainkit.signals import ALWAYS, REGROW, recorded_signals
 
 T = TypeVar("T")
 
@@ -80,6 +80,7 @@ class RankEnvironment:
     attempt: int = 0  # number of earlier starts
     handover: Handover | None = None  # None: a lost rank ends the run
     checkpoint: str | None = None  # that this run has saved before an earlier start ended
+    ignored_signals: Sequence[int] = ()  # by a rank that has no handler for them
 
 
 @dataclass(slots=True)
@@ -114,9 +115,10 @@ def launch_ranks(
     """Return the value of `run` on rank 0 of `num_ranks` new processes, each of which calls `enter` first.
 
     Raises the error of the rank that failed first, with that rank's traceback; `name_of` names a rank that died without
-    one. With a `recovery` the ranks are started again if some were killed and none has an error of its own. The
-    `signals` that this process receives meanwhile are forwarded to every rank. Every rank writes its output to
-    `rank_<k>.log` in `log_dir`; rank 0 also writes it to the caller's terminal.
+    one. With a `recovery` the ranks are started again if some were killed and none has an error of its own; where fewer
+    have gone on, a `REGROW` signal to this process starts all of them again. The `signals` that this process receives
+    meanwhile are forwarded to every rank. Every rank writes its output to `rank_<k>.log` in `log_dir`; rank 0 also
+    writes it to the caller's terminal.
     """
     _check_not_importing()
     content = pickled((enter, run), main_by_value=not _is_main_a_file())
@@ -125,9 +127,12 @@ def launch_ranks(
     store = store_at("127.0.0.1")
     environment = replace(environment_of_caller(log_dir), world_size=num_ranks, store_port=store.port)
     patience: Patience = GRACE_SECONDS
-    with recorded_signals(signals) as received, ExitStack() as stack:
+    regrow = [REGROW] if recovery is not None and not recovery.keeps_ranks and REGROW not in signals else []
+    with recorded_signals([*signals, *regrow]) as received, ExitStack() as stack:
         if recovery is not None:
-            patience = partial(_patience, recovery)
+            # Before a loss it does nothing, rather than to end the processes.
+            environment = replace(environment, ignored_signals=regrow)
+            patience = partial(_patience, recovery, received)
             environment = replace(environment, handover=stack.enter_context(recovery.entered()))
             # In a pipe it would be sent to each rank at each start, and one that dies meanwhile would break the pipe.
             payload = recovery.write(content)
@@ -136,11 +141,16 @@ def launch_ranks(
             calls = [partial(_run_rank, payload, replace(environment, rank=rank)) for rank in ranks]
             outcomes = run_processes(calls, patience=patience, received=received)
             next_environment = None
-            if recovery is not None and not received and outcomes[0].failure is not None:  # else the run is complete
-                next_environment = _after_loss(environment, outcomes, recovery, name_of)
+            is_unstopped = all(number in regrow for number in received)
+            if recovery is not None and is_unstopped and outcomes[0].failure is not None:  # else the run is complete
+                is_regrowing = bool(received) and environment.world_size < num_ranks
+                next_environment = _after_loss(
+                    environment, outcomes, recovery, name_of, all_ranks=num_ranks, is_regrowing=is_regrowing
+                )
             if next_environment is None:
                 break
             environment = next_environment
+            received.clear()
     is_complete = outcomes[0].failure is None and recovery is not None and bool(_lost_ranks(outcomes))
     if not is_complete:
         _raise_first_failure(outcomes, received, name_of)
@@ -148,21 +158,32 @@ def launch_ranks(
     return value
 
 
-def _patience(recovery: Recovery, outcomes: Sequence[Outcome]) -> float:
+def _patience(recovery: Recovery, received: Sequence[int], outcomes: Sequence[Outcome]) -> float:
     # After an error the others write what they know of it, also before the first step.
-    return recovery.patience() if _lost_ranks(outcomes) else GRACE_SECONDS
+    is_handing_over = _lost_ranks(outcomes) or (received and not any(_has_own_error(outcome) for outcome in outcomes))
+    return recovery.patience() if is_handing_over else GRACE_SECONDS
 
 
 def _after_loss(
-    environment: RankEnvironment, outcomes: Sequence[Outcome], recovery: Recovery, name_of: Callable[[int], str]
+    environment: RankEnvironment,
+    outcomes: Sequence[Outcome],
+    recovery: Recovery,
+    name_of: Callable[[int], str],
+    *,
+    all_ranks: int,
+    is_regrowing: bool,
 ) -> RankEnvironment | None:
     """Return the environment of the ranks that are started after a loss; `None` if the run ends."""
     lost = _lost_ranks(outcomes)
     num_ranks = len(outcomes) if recovery.keeps_ranks else len(outcomes) - len(lost)
+    names = [f"{name_of(o.rank)} (pid {o.pid}) {o.failure}".replace("the process ", "") for o in lost]
+    if is_regrowing and not any(_has_own_error(outcome) for outcome in outcomes):
+        lost, num_ranks = [o for o in outcomes if o.failure], all_ranks
+        names = names or [f"{REGROW.name} asked for all ranks"]
     if not lost or not num_ranks:
         return None
-    names = [f"{name_of(o.rank)} (pid {o.pid}) {o.failure}".replace("the process ", "") for o in lost]
-    handover = recovery.after(names, since=min(o.seconds for o in lost))
+    regrow = REGROW if num_ranks < all_ranks and environment.ignored_signals else None
+    handover = recovery.after(names, since=min(o.seconds for o in lost), is_whole=num_ranks == all_ranks, regrow=regrow)
     if handover is None:
         return None
     return replace(
@@ -335,11 +356,15 @@ def _died(rank: int, process: Any) -> Outcome:
 
 def _lost_ranks(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the ranks that a signal has ended; none if a rank has failed by itself."""
-    failures = [outcome for outcome in outcomes if outcome.failure is not None]
-    # An exit code is that of a program that ended itself, such as by `os._exit`.
-    if any(not o.is_consequence and (o.exit_code is None or o.exit_code >= 0) for o in failures):
+    if any(_has_own_error(outcome) for outcome in outcomes):
         return []
-    return [outcome for outcome in failures if outcome.exit_code is not None]
+    return [outcome for outcome in outcomes if outcome.failure is not None and outcome.exit_code is not None]
+
+
+def _has_own_error(outcome: Outcome) -> bool:
+    # An exit code is that of a program that ended itself, such as by `os._exit`.
+    is_killed = outcome.exit_code is not None and outcome.exit_code < 0
+    return outcome.failure is not None and not outcome.is_consequence and not is_killed
 
 
 def _raise_first_failure(outcomes: Sequence[Outcome], received: Sequence[int], name_of: Callable[[int], str]) -> None:
@@ -460,6 +485,8 @@ def _pickled_failure(rank: int, error: BaseException) -> bytes:
 
 def _run_rank(payload: bytes | Path, environment: RankEnvironment) -> Any:
     """Return the value of the run on rank 0, and None on the others; `payload` may be in a file."""
+    for number in environment.ignored_signals:
+        signal.signal(number, signal.SIG_IGN)
     os.environ.update(_variables(environment))
     log = None if environment.log_dir is None else keep_log(Path(environment.log_dir), rank=environment.rank)
     prepare_rank(environment)

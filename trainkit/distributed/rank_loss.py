@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections import defaultdict
@@ -69,8 +70,10 @@ class Handover:
     """Who died, and how, before this start."""
     since: float = 0.0
     """When that was, by the monotonic clock of the machine."""
-    replaces: bool = True
-    """True if there are as many ranks as before."""
+    is_whole: bool = True
+    """False if fewer ranks go on than the run was started with."""
+    regrow: signal.Signals | None = None
+    """The signal to the process that starts ranks that starts all of them again, after this step."""
     attempt: int = 0
     """Number of earlier starts."""
 
@@ -226,7 +229,7 @@ class Recovery:
                 folders.append(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
                 stack.callback(shutil.rmtree, folders[-1], ignore_errors=True)
                 stack.enter_context(file_lock(Path(folders[-1], _IN_USE)))
-            self.handover = Handover(tuple(folders), replaces=self.keeps_ranks)
+            self.handover = Handover(tuple(folders))
             yield self.handover
 
     def write(self, payload: bytes) -> bytes | Path:
@@ -246,7 +249,9 @@ class Recovery:
         is_expected = self.hands_over and not self.handover.is_refused
         return SAVE_SECONDS if is_expected and (newest is None or newest.step <= self._reached) else END_SECONDS
 
-    def after(self, lost: Sequence[str], *, since: float) -> Handover | None:
+    def after(
+        self, lost: Sequence[str], *, since: float, is_whole: bool = True, regrow: signal.Signals | None = None
+    ) -> Handover | None:
         """Return what the next ranks get; `None` if the run ends."""
         newest, saved = self.handover.newest(), self.saved()
         reached = max(-1 if state is None else state.step for state in (newest, saved))
@@ -259,5 +264,6 @@ class Recovery:
         self.checkpoint = None if saved is None else str(saved.path)
         source = newest if newest is not None and newest.step == reached else None
         attempt = self.handover.attempt + 1
-        self.handover = Handover(self.handover.folders, source, " and ".join(lost), since, self.keeps_ranks, attempt)
+        folders, causes = self.handover.folders, " and ".join(lost)
+        self.handover = Handover(folders, source, causes, since, is_whole, regrow, attempt)
         return self.handover

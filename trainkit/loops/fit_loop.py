@@ -28,9 +28,9 @@ from trainkit.task import TaskModule, begin_training, count_registrations
 
 if TYPE_CHECKING:
     from trainkit.loops.evaluation_loop import EvaluationLoop
-    from trainkit.loops.handover import UndoableStep
     from trainkit.loops.oom import AutoMicroBatch
     from trainkit.loops.skipped_steps import SkippedSteps
+    from trainkit.loops.undoable_step import UndoableStep
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class FitLoop:
         run = self._run
         begin_training(run.task)
         if run.unsaved is not None:
-            from trainkit.loops.handover import set_flags
+            from trainkit.loops.undoable_step import set_flags
 
             set_flags(run.task, run.unsaved)
         # Gradients that the caller left in the task would be added to those of the first step.
@@ -308,9 +308,9 @@ class FitLoop:
         if run.strategy.handover is not None:
             run.strategy.handover.begin()
             # Ranks read other shards of an iterable dataset, and only they know how far.
-            has_survivors = run.strategy.hands_over and run.strategy.comm.num_processes > 1
-            if has_survivors and isinstance(self._loader, MapBatchLoader):
-                from trainkit.loops.handover import UndoableStep
+            has_heirs = run.strategy.comm.num_processes > 1 or run.strategy.handover.regrow is not None
+            if has_heirs and run.strategy.hands_over and isinstance(self._loader, MapBatchLoader):
+                from trainkit.loops.undoable_step import UndoableStep
 
                 self._undoable = UndoableStep(run)
                 self._undoable.find_state()  # an evaluation that a loss has interrupted comes before the first step

@@ -195,7 +195,9 @@ def run_on_rank(
 ) -> Iterator[Run]:
     """Set this rank up for a run, and release everything at the end, also after an error; collective."""
     # Signals first: one that comes during the setup must lead to an orderly end too.
-    with StopSignals(strategy.stop_signals) as signals, _torch_flags(config), ExitStack() as stack:
+    regrow = None if strategy.handover is None else strategy.handover.regrow
+    stop_signals = [*strategy.stop_signals, *([] if regrow is None else [regrow])]
+    with StopSignals(stop_signals) as signals, _torch_flags(config), ExitStack() as stack:
         try:
             # In the `try`: a setup that fails on one rank may have joined a process group that must be left.
             strategy.setup(config.precision)
