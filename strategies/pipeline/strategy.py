@@ -569,7 +569,7 @@ class PipelineStrategy(MultiProcessStrategy):
             # No rank updates before all have their gradients: after a loss the step can be taken back. The first stage
             # comes last, and the others would wait for it in the next step.
             if self.handover is not None and self.hands_over:
-                self.comm.barrier()
+                self.comm.should_stop_now(False)  # in shared memory: a barrier of the group takes longer
         return shared
 
     def _verification(
