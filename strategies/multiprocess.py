@@ -371,10 +371,10 @@ class MultiProcessStrategy(Strategy):
         """Leave the task on the device, with rank 0's parameters and buffers on every rank; collective."""
         super().prepare(task)
         with self.comm.waiting("the comparison of models"):
-            check_same_model(tensors_of(task), self.comm.group)  # or the broadcast might crash or hang
+            check_same_model(tensors_of(task), self._all_ranks)  # or the broadcast might crash or hang
         with self.comm.waiting("the broadcast of parameters and buffers"):
             tensors = [tensor for tensor in (*task.parameters(), *task.buffers()) if not tensor.is_meta]
-            broadcast(tensors, self.comm.group)
+            broadcast(tensors, self._all_ranks)
         self._merged_names = ()
         self._buffers = MergedBuffers(task) if self.broadcast_buffers else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,6 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from trainkit.errors import UserError
 from trainkit.tree import tensors_in
+
+from .tensor_operations import getter
+from .tensor_plan import Division
 
 
 @dataclass(eq=False)
@@ -35,6 +38,10 @@ class ParameterShard:
     """A DTensor."""
     local: nn.Parameter
     """The elements of this rank, in the memory of `sharded`; the optimizer's parameter."""
+    shape: torch.Size
+    """Of the whole parameter."""
+    division: Division | None = None
+    """How the parameter is divided over tensor-parallel ranks, before it is sharded over others."""
     gathered: nn.Parameter | None = None
     """Known from the first forward of its unit on."""
 
@@ -47,12 +54,19 @@ class ParameterShard:
     def attach(self, gathered: nn.Parameter) -> None:
         """Let the parameter that autograd sees have the attributes and hooks of the original."""
         self.gathered = gathered
-        _set_class(gathered, _Gathered)
+        _set_class(gathered, _Gathered if self.division is None else Part)
         gathered.__dict__ = vars(self.original)
+        if self.division is not None:
+            _SHARDS[id(gathered)] = self
         self._share_hooks()
 
     def add_hook(self, register: Callable[[Tensor, Any], RemovableHandle], hook: Any) -> RemovableHandle:
         """Register a hook on the gradient of the whole parameter."""
+        if self.division is not None:
+            raise UserError(
+                f"a hook on the gradient of {self.name} would get a part of it, as tensor-parallel ranks divide the "
+                "parameter. Set strategy.tensor_plan without its layer, or strategy.tensor_parallel=1."
+            )
         with torch._C.DisableTorchFunctionSubclass():  # `original` is guarded
             self.original.requires_grad_(self.sharded.requires_grad)  # torch refuses hooks without a gradient
             handle = register(self.original, hook)
@@ -103,6 +117,18 @@ class _GuardedShard(DTensor):
 
     def _refuse(self, *args: Any) -> Any:
         raise refusal(self)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override] # of the whole parameter, as user code expects
+        return _SHARDS[id(self)].shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape of the whole parameter, or the size of a dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements of the whole parameter."""
+        return self.shape.numel()
 
     data = property(_refuse, _refuse)  # assigned, it would not reach the shard
     numpy = tolist = __reduce_ex__ = _refuse  # type: ignore[assignment] # they raise errors of torch, or pickle a shard
@@ -172,6 +198,47 @@ class _Gathered(nn.Parameter):
     data = property(_read, _refuse)
 
 
+# What PyTorch calls while it gathers parameters, and what needs no values.
+_HARMLESS = ("__get__", "__set__", "__delete__", "untyped_storage", "requires_grad_", "element_size", "dim")
+_GRADIENT = getter("grad")
+_VIEWS = [getter(name) for name in ("T", "H", "mT", "mH", "real", "imag")]
+
+
+class Part(_Gathered):
+    """A gathered part of a parameter that tensor-parallel ranks divide; only its unit can use the whole."""
+
+    is_in_step: ClassVar[bool] = False
+    """True while code of the user runs, which would take the gradient for that of the whole."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_gradient_of_step = cls.is_in_step and function == _GRADIENT
+        if function.__name__ not in _HARMLESS or function in _VIEWS or is_gradient_of_step:
+            part = next(tensor for tensor in tensors_in([args, kwargs]) if isinstance(tensor, Part))
+            name = _SHARDS[id(part)].name
+            raise UserError(
+                f"{name} is used outside of the module that tensor-parallel ranks compute together, or recomputed in "
+                "backward by a checkpoint inside of it, and each rank has a part of it. Put a checkpoint around the "
+                "module; else set strategy.tensor_plan without its layer, or strategy.tensor_parallel=1."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override] # of the whole parameter, as user code expects
+        return _SHARDS[id(self)].shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape of the whole parameter, or the size of a dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements of the whole parameter."""
+        return self.shape.numel()
+
+
 class _Replaced(nn.Parameter):
     """A parameter that is not part of the task now."""
 
@@ -210,6 +277,7 @@ def refusal(*tensors: Tensor) -> UserError:
 def like(sharded: Tensor, local: Tensor) -> DTensor:
     """Return the DTensor on the mesh's devices of which each rank has the elements `local`, sharded as `sharded`."""
     assert isinstance(sharded, DTensor)
+    shape = torch.Size(Tensor.size(sharded))  # of this tensor-parallel rank's part
     return DTensor.from_local(
-        local, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+        local, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=sharded.stride()
     )

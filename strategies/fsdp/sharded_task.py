@@ -29,7 +29,9 @@ from trainkit.strategy import named_state
 from trainkit.task import TaskModule
 from trainkit.tree import tensors_in
 
-from .parameter_shard import ParameterShard, like, refusal
+from .parameter_shard import ParameterShard, Part, like, refusal
+from .tensor_parallel import TensorParallel
+from .tensor_plan import Division, mesh_names
 from .unit_order import UnitOrder
 
 Units = Literal["auto"] | Sequence[str]
@@ -75,13 +77,18 @@ def choose_units(task: nn.Module, units: Units, *, min_bytes: float) -> list[Uni
         once.setdefault(id(module), (name, module))  # a shared module is one unit
     # The deepest take their parameters first, so that an outer unit has only what is left.
     inner_first = sorted(once.values(), key=lambda item: -item[0].count("."))
-    chosen_units: list[Unit] = []
+    return measured_units([*inner_first, (ROOT, task)])
+
+
+def measured_units(named: Iterable[tuple[str, nn.Module]]) -> list[Unit]:
+    """Return units with their present sizes; inner ones come before outer ones."""
+    units: list[Unit] = []
     taken: set[int] = set()
-    for name, module in [*inner_first, (ROOT, task)]:
+    for name, module in named:
         of_unit = [parameter for parameter in module.parameters() if id(parameter) not in taken]
         taken |= {id(parameter) for parameter in of_unit}
-        chosen_units.append(Unit(name, module, sum(parameter.nbytes for parameter in of_unit)))
-    return chosen_units
+        units.append(Unit(name, module, sum(parameter.nbytes for parameter in of_unit)))
+    return units
 
 
 def describe_units(
@@ -193,8 +200,9 @@ def make_mesh(group: dist.ProcessGroup, device_type: str, *, replicate: int, tim
 
     Collective over the ranks of the group.
     """
+    names = mesh_names("replicate", "shard")
     if replicate == 1:
-        return DeviceMesh.from_group(group, device_type, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=names[1:])
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(replicate, -1)
     replica, shard = divmod(group.rank(), grid.shape[1])
     limit = timedelta(seconds=timeout_seconds)
@@ -203,7 +211,7 @@ def make_mesh(group: dist.ProcessGroup, device_type: str, *, replicate: int, tim
         dist.new_group(ranks.tolist(), timeout=limit, use_local_synchronization=True)
         for ranks in (grid[:, shard], grid[replica])
     ]
-    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=names)
 
 
 class ShardedTask:
@@ -217,6 +225,8 @@ class ShardedTask:
     those that its `records` make, of parameters this rank's shards. With `offload` shards are in host memory.
     """
 
+    _divisions: dict[int, Division | None]  # by the id of the sharded parameter
+
     def __init__(
         self,
         task: TaskModule,
@@ -229,16 +239,16 @@ class ShardedTask:
         offload: bool,
         records: Mapping[str, Record],
         order: UnitOrder | None,
+        parallel: TensorParallel | None,
     ) -> None:
-        self.task, self.mesh = task, mesh
+        self.task, self.mesh, self.parallel, self._divisions = task, mesh, parallel, {}
         self._order: UnitOrder | None = None  # once the task is sharded
         self._shard_device = torch.device("cpu" if offload else mesh.device_type)
-        self._shard_mesh = mesh["shard"]
-        self.shard_group = self._shard_mesh.get_group()
+        self.shard_group = mesh.get_group(mesh.ndim - 1)
         """The ranks that hold all shards together, this one among them."""
-        self.part = self._shard_mesh.get_local_rank(), self._shard_mesh.size()
+        self.part = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         """The part of the shards that this rank holds, and the number of parts."""
-        self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0
+        self.is_first_replica = mesh.ndim == 1 or mesh.get_local_rank(0) == 0
         self.replicated = [parameter for parameter in task.parameters() if not has_rows(parameter)]
         # Before `fully_shard`, which changes classes, attributes and hooks, and has no call that undoes it.
         self._kinds = [(module, type(module)) for module in task.modules()]
@@ -259,6 +269,7 @@ class ShardedTask:
         self._places_of: dict[int, list[tuple[nn.Module, str, ParameterShard]]] = defaultdict(list)  # by unit
         self._calls: set[int] = set()  # the units that ran since the end of the last evaluation, by index
         self._entered: dict[int, list[_Entered]] = {}  # the parameters of a unit that runs
+        self._containers: list[list[Any]] = []  # of each unit that runs, its lists and dictionaries, and their items
         # Inner units first, as `fully_shard` gives a unit the parameters that no other has yet.
         modules: list[nn.Module] = [*(unit.module for unit in units[:-1]), self._root]
         for index, module in enumerate(modules):
@@ -267,8 +278,9 @@ class ShardedTask:
             check = torch.compiler.disable(partial(self._check_unchanged, index))
             note = torch.compiler.disable(partial(self._note_call, index))
             begin = torch.compiler.disable(partial(self._begin_unit, index))
-            module.register_forward_hook(check)  # before parameters are freed
-            module.register_forward_pre_hook(note, prepend=True)  # after they are gathered, before hooks of the user
+            module.register_forward_hook(check, with_kwargs=True)  # before parameters are freed
+            # After they are gathered, before hooks of the user.
+            module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
             fully_shard(
                 module,
                 mesh=mesh,
@@ -307,16 +319,16 @@ class ShardedTask:
     def _make_parameter_shards(self, modules: Sequence[nn.Module]) -> None:
         """Note each parameter's original and shard, and the places that hold it."""
         by_sharded = {id(module._parameters[name]): original for module, name, original in self._originals}
-        self.shards = [
-            ParameterShard(
-                name,
-                by_sharded[id(parameter)],
-                parameter,
-                nn.Parameter(parameter.to_local().detach(), parameter.requires_grad),  # in the same memory
-            )
-            for name, parameter in self.task.named_parameters()
-            if isinstance(parameter, DTensor)
-        ]
+        self.shards = []
+        for name, parameter in self.task.named_parameters():
+            if isinstance(parameter, DTensor):
+                original = by_sharded[id(parameter)]
+                local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)  # in the same memory
+                division, shape = None, parameter.shape
+                if self.parallel is not None and (division := self.parallel.division_of(original)) is not None:
+                    shape = division.whole_shape(shape, self.parallel.size)
+                self.shards.append(ParameterShard(name, original, parameter, local, shape, division))
+        self._divisions = {id(shard.sharded): shard.division for shard in self.shards}
         of_originals = {id(shard.original): shard for shard in self.shards}
         self._places = [(module, name, of_originals[id(original)]) for module, name, original in self._originals]
         for module, name, shard in self._places:
@@ -361,10 +373,18 @@ class ShardedTask:
         """Return what the task's method returns for a batch; collective."""
         if self._is_whole:
             return getattr(self.task, step_name)(batch)
+        self._containers.clear()  # of a forward that has failed
         self._is_in_pass = True  # until `reshard`, so in backward too, where a checkpoint runs units again
         if self._order is not None:
             self._order.begin(step_name)
-        returned = self._root(step_name, batch)
+        if self.parallel is not None:
+            self.parallel.num_passes += 1
+            self.parallel.is_in_pass = True
+        Part.is_in_step = True
+        try:
+            returned = self._root(step_name, batch)
+        finally:
+            Part.is_in_step = False
         self.end_of_pass()
         return returned
 
@@ -406,6 +426,8 @@ class ShardedTask:
     def reshard(self) -> None:
         """Free what was gathered: afterwards the task holds shards only."""
         self._is_in_pass = False
+        if self.parallel is not None:
+            self.parallel.is_in_pass = False
         for unit in self._units if not self._is_whole else ():
             unit.reshard()
 
@@ -432,7 +454,8 @@ class ShardedTask:
                     "without it; or set strategy=ddp."
                 )
 
-    def _note_call(self, index: int, module: nn.Module, inputs: Any) -> None:
+    def _note_call(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._containers.append([(value, _items(value)) for value in _containers((*args, *kwargs.values()))])
         self._calls.add(index)
         if self._unattached:
             self._attach()
@@ -448,8 +471,15 @@ class ShardedTask:
                 assert gathered is not None
                 self._unattached.pop((id(module), name)).attach(gathered)
 
-    def _check_unchanged(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _check_unchanged(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Raise UserError if a step changed a gathered parameter in place: the change would be lost."""
+        if not all(_are_same(_items(container), former) for container, former in self._containers.pop()):
+            name = next((name for name, part in self.task.named_modules() if part is module), ROOT)
+            raise UserError(
+                f"{name} changes a list or dictionary that it is called with, and PyTorch's "
+                "fully_shard gives it a copy: the caller would not see the change. Return what it adds, or set "
+                "strategy.units=[]."
+            )
         replicated_ids = {id(parameter) for parameter in self.replicated}  # they are no copies
         for entered in self._entered.pop(index, ()):
             weight = entered.parameter
@@ -482,23 +512,34 @@ class ShardedTask:
 
     def full(self, shard: ParameterShard, local: Tensor) -> Tensor:
         """Return the whole tensor of which each rank has the elements `local`, sharded as the parameter; collective."""
-        return _whole(shard.sharded, local)
+        part = _whole(shard.sharded, local)
+        if shard.division is None:
+            return part
+        assert self.parallel is not None
+        return self.parallel.join(shard.division, part)
 
     def first_element(self, sharded: Tensor) -> int:
         """Return the index of this rank's first element of a parameter."""
-        return sum(self.elements_of_ranks(sharded)[: self._shard_mesh.get_local_rank()])
+        return sum(self.elements_of_ranks(sharded)[: self.part[0]])
 
     def elements_of_ranks(self, sharded: Tensor) -> list[int]:
         """Return how many elements of a parameter each rank of `shard_group` has; they have rows, in order."""
-        rows, *others = sharded.shape
+        rows, *others = Tensor.size(sharded)  # of this tensor-parallel rank's part
         # As torch.chunk divides rows, and so a DTensor: the last ranks may have fewer rows, or none.
-        most, row = -(-rows // self._shard_mesh.size()), torch.Size(others).numel()
-        return [max(min(most, rows - rank * most), 0) * row for rank in range(self._shard_mesh.size())]
+        most, row = -(-rows // self.part[1]), torch.Size(others).numel()
+        return [max(min(most, rows - rank * most), 0) * row for rank in range(self.part[1])]
 
     def local_of(self, sharded: Tensor, saved: Tensor | StoredTensor) -> Tensor:
         """Return this rank's elements of a saved tensor, sharded as a parameter; no others are read."""
         assert isinstance(sharded, DTensor)
         local, start = sharded.to_local().detach(), self.first_element(sharded)
+        division = self._divisions.get(id(sharded))
+        if division is not None:
+            assert self.parallel is not None
+            # The part of a file is in no range of it: one parameter is read at a time.
+            whole = in_memory(saved) if isinstance(saved, StoredTensor) else saved.detach()
+            saved = division.part(whole, self.parallel.rank, self.parallel.size)
+            return saved.flatten()[start : start + local.numel()].view(local.shape).to(local.device, copy=True)
         shard_elements = elements(saved, start, start + local.numel(), like=sharded)
         return shard_elements.view(local.shape).to(local.device)
 
@@ -507,11 +548,12 @@ class ShardedTask:
         with self._unguarded():
             state: dict[str, Any] = self.task.state_dict(keep_vars=True)
         wholes: dict[int, Tensor] = {}  # shared parameters stay shared
+        shards = {id(shard.sharded): shard for shard in self.shards}
         for key, value in state.items():
             if isinstance(value, DTensor):
                 # To the host one by one: the whole task may not fit on the device.
                 if id(value) not in wholes:
-                    full = _whole(value, value.to_local().detach())
+                    full = self.full(shards[id(value)], value.to_local().detach())
                     wholes[id(value)] = full.cpu() if is_main else full.to("meta")
                 state[key] = wholes[id(value)]
             elif isinstance(value, Tensor):
@@ -543,6 +585,8 @@ class ShardedTask:
         # Private: torch has no call that undoes `fully_shard`.
         for module, _ in self._added:
             _composable_state._module_state_mapping.pop(module, None)  # or it could not be sharded again
+        if self.parallel is not None:
+            self.parallel.remove()
         for shard in self.shards:
             vars(shard.original).pop("_is_param", None)  # of a DTensor
 
@@ -584,11 +628,15 @@ class ShardedTask:
     def plain(self) -> Iterator[None]:
         """Leave the task in the block without what PyTorch added to its modules, so that it can be copied."""
         restore = self._remove_units()
+        if self.parallel is not None:
+            self.parallel.remove()
         try:
             with self._unguarded():
                 yield
         finally:
             restore()
+            if self.parallel is not None:
+                self.parallel.install()
 
     @contextmanager
     def _unguarded(self) -> Iterator[None]:
@@ -603,9 +651,11 @@ class ShardedTask:
 
     def _fill_originals(self) -> None:
         """Put the original parameters back, with the values of the shards; collective."""
+        if self.parallel is not None:
+            self.parallel.remove()
         for shard in self.shards:
             shard.unguard()
-            content = _whole(shard.sharded, shard.local.detach())
+            content = self.full(shard, shard.local.detach())
             # The object stays the same, since optimizers and attributes of the user refer to it.
             if shard.original.is_meta:  # torch refuses to assign `data` of another device
                 replace_content(shard.original, content)
@@ -620,6 +670,8 @@ class ShardedTask:
 
     def _hide_originals(self) -> None:
         """Let every reference to a parameter be to its shard, and every use of it as a whole raise UserError."""
+        if self.parallel is not None:
+            self.parallel.install()
         for reference in self._references:
             reference.replace({id(shard.original): shard.sharded for shard in self.shards})
         for shard in self.shards:
@@ -706,6 +758,23 @@ class _Root(nn.Module):
         return None if step_name is None else getattr(self.task, step_name)(batch)
 
 
+def _containers(value: Any) -> Iterator[Any]:
+    """Yield the lists and dictionaries in what a unit is called with, but not what these contain."""
+    if isinstance(value, (list, dict)):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _containers(part)
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
+def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(items) == len(others) and all(item is other for item, other in zip(items, others, strict=True))
+
+
 def _added_names(module: nn.Module) -> dict[str, set[Any]]:
     """Return the names in a module's attributes, under `""`, and in each of its tables of hooks."""
     tables = {key: set(table) for key, table in vars(module).items() if isinstance(table, OrderedDict)}
@@ -736,8 +805,9 @@ def _whole(sharded: Tensor, local: Tensor) -> Tensor:
     lock, and the name of that one, ALLGATHER_COALESCED, is too long to be kept outside of the heap.
     """
     assert isinstance(sharded, DTensor)
-    mesh, group = sharded.device_mesh, sharded.device_mesh.get_group("shard")
-    rows, *others = sharded.shape
+    mesh = sharded.device_mesh
+    group = mesh.get_group(mesh.ndim - 1)
+    rows, *others = Tensor.size(sharded)
     most = -(-rows // group.size())  # rows of a rank; all send as many, the last ones zeros
     padded = torch.zeros(most, *others, dtype=local.dtype, device=mesh.device_type)
     padded[: len(local)] = local

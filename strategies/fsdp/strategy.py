@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import is_not
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from annotated_types import Ge, Unit
+import torch.distributed as dist
+from annotated_types import Ge
+from annotated_types import Unit as UnitOf
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from trainkit.checkpoint.sharded_state import ShardedState, StoredTensor, TensorShard, shard_placeholder
 from trainkit.data.batch import MicroBatch, StepBatch
@@ -26,14 +31,13 @@ from trainkit.distributed.collectives import ProcessGroupCollectives
 from trainkit.errors import UserError
 from trainkit.files import write_optional
 from trainkit.metrics.step_output import StepOutput, read_evaluation_output, read_training_output
-from trainkit.metrics.sync import metrics_in, preserve_state, restore
 from trainkit.model.deferred_init import Record, records_of
 from trainkit.optim.chained_optimizer import members
 from trainkit.optim.optimizer import PhaseOptimizer
 from trainkit.optim.precision import Precision
 from trainkit.optim.separable import coupled_by, step_hooks
-from trainkit.rng import preserve_rng
 from trainkit.run_dir.failure import phase_in
+from trainkit.settings import check_choice
 from trainkit.strategy import PhaseTraining, named_state
 from trainkit.task import TaskModule
 from trainkit.tree import map_tensors
@@ -42,12 +46,29 @@ from ..multiprocess import MultiProcessStrategy
 from ..optimizer_shards import NEVER_SHARDED, check_elementwise
 from ..reducer.grad_norm import norm_dtype, total_norm
 from .parameter_shard import ParameterShard
+from .preserved import preserved
 from .sharded_muon import MUON, ShardedMuon
-from .sharded_task import MIB, ShardedTask, Units, choose_units, describe_units, has_rows, make_mesh
+from .sharded_task import (
+    MIB,
+    ShardedTask,
+    Unit,
+    Units,
+    choose_units,
+    describe_units,
+    has_rows,
+    make_mesh,
+    measured_units,
+)
+from .tensor_parallel import TensorParallel
+from .tensor_plan import KINDS, TensorPlan, choose_tensor_units, describe_tensor_units, mesh_names
 from .unit_order import UnitOrder
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+OLDEST_FOR_TENSOR_PARALLEL = "2.13"
+LOSS_CHECK_INTERVAL = 64  # steps between two comparisons of losses on devices that run behind
 REDUCE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -56,6 +77,44 @@ class LockstepCollectives(ProcessGroupCollectives):
 
     def should_stop_evaluation(self, requested: bool) -> bool:
         return self.any_rank(requested)
+
+
+class TensorParallelCollectives(LockstepCollectives):
+    """Collectives of ranks of which several read the same samples.
+
+    Sums, metrics and predictions are those of the ranks in `group`, which read different ones; the others are those of
+    `all_ranks`.
+    """
+
+    def __init__(
+        self, all_ranks: ProcessGroupCollectives, group: dist.ProcessGroup, *, step: Callable[[], int]
+    ) -> None:
+        super().__init__(
+            group,
+            device=all_ranks.device,
+            timeout_seconds=all_ranks.timeout_seconds,
+            step=step,
+            failure_store=all_ranks.failure_store,
+            consensus=all_ranks.consensus,
+            process=all_ranks.process,
+            num_processes=all_ranks.num_processes,
+        )
+        self.all_ranks = all_ranks
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return self.all_ranks.all_gather_object(value)
+
+    def broadcast_object(self, value: T) -> T:
+        return self.all_ranks.broadcast_object(value)
+
+    def barrier(self) -> None:
+        self.all_ranks.barrier()
+
+    def any_rank(self, flag: bool) -> bool:
+        return self.all_ranks.any_rank(flag)
+
+    def any_rank_on_host(self, flag: bool) -> bool:
+        return self.all_ranks.any_rank_on_host(flag)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -82,6 +141,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         prefetch: Units whose parameters are gathered ahead while one runs; `None`: PyTorch's own choice, about one.
         replicate: Groups of ranks that each hold the whole task in shards: parameters are gathered inside a group, and
             gradients summed between groups too.
+        tensor_parallel: Ranks that compute a layer together, each with a part of its weights, on the same samples.
+        tensor_plan: Layers that they divide: `auto`, or names and patterns of linear layers with `columns`, `rows`,
+            `qkv` (columns of queries, keys and values in one layer) or `replicate`.
         reduce_dtype: Dtype in which gradients are sent and summed: their own (`None`), `bf16`, `fp16` or `fp32`.
         offload: `cpu`: shards, their gradients and the optimizer are in host memory (CUDA).
 
@@ -93,28 +155,35 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     collectives = LockstepCollectives
 
     units: Units = "auto"
-    min_unit_mb: Annotated[float, Ge(0), Unit("MiB")] = 1.0
-    reshard_after_forward: bool | Annotated[int, Unit("ranks")] = True
-    prefetch: Annotated[int, Ge(1), Unit("units")] | None = None
-    replicate: Annotated[int, Ge(1), Unit("groups")] = 1
+    min_unit_mb: Annotated[float, Ge(0), UnitOf("MiB")] = 1.0
+    reshard_after_forward: bool | Annotated[int, UnitOf("ranks")] = True
+    prefetch: Annotated[int, Ge(1), UnitOf("units")] | None = None
+    replicate: Annotated[int, Ge(1), UnitOf("groups")] = 1
+    tensor_parallel: Annotated[int, Ge(1), UnitOf("ranks")] = 1
+    tensor_plan: TensorPlan = "auto"
     reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None
     offload: Literal["cpu"] | None = None
 
     def __post_init__(self, device: str, micro_batch_size: int | Literal["auto"] | None) -> None:
         super().__post_init__(device, micro_batch_size)
+        for pattern, kind in {} if self.tensor_plan == "auto" else self.tensor_plan.items():
+            check_choice(f"tensor_plan.{pattern}", kind, KINDS)
         self._sharded: ShardedTask | None = None
         self._locals: dict[int, nn.Parameter] = {}  # by the id of the task's parameter
         self._muons: dict[str, ShardedMuon] = {}  # by phase
         self._tried_hooks: dict[str, list[Callable[..., Any]]] = {}  # of optimizers' steps, by phase
         self._last: Any = None  # this rank's most recent batch
         self._records: dict[str, Record] = {}  # of a task that has no values yet
+        self._largest_spread = torch.zeros(())  # of a loss between tensor-parallel ranks, as a share
+        self._tensor_mesh: DeviceMesh | None = None  # of the ranks that compute layers together
+        self.supports_compile = self.tensor_parallel == 1
 
     # ---- Before and after training
 
     @property
     def keeps_num_ranks(self) -> bool:
         # Of fewer ranks there may be no groups of the same size.
-        return self.replicate > 1 or not isinstance(self.reshard_after_forward, bool)
+        return self.replicate > 1 or self.tensor_parallel > 1 or not isinstance(self.reshard_after_forward, bool)
 
     @property
     def is_replicated(self) -> bool:
@@ -122,7 +191,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     @property
     def hands_over(self) -> bool:
-        return super().hands_over and not self._muons  # the state of its matrices is on several ranks
+        # The state of Muon's matrices is on several ranks; that of divided layers is gathered by several.
+        return super().hands_over and not self._muons and self.tensor_parallel == 1
 
     @property
     def state_part(self) -> tuple[int, int]:
@@ -140,6 +210,12 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             raise UserError(
                 f"strategy=fsdp needs a newer torch, and this is {torch.__version__}. Type: pip install --upgrade "
                 "torch, or set strategy=ddp."
+            )
+        # In 2.8 views of divided activations fail for some sizes; versions in between were not tried.
+        if self.tensor_parallel > 1 and torch.__version__ < OLDEST_FOR_TENSOR_PARALLEL:
+            raise UserError(
+                f"strategy.tensor_parallel needs torch {OLDEST_FOR_TENSOR_PARALLEL}, and this is {torch.__version__}. "
+                "Type: pip install --upgrade torch, or set strategy.tensor_parallel=1."
             )
         if self.auto_micro_batch and not has_streams(torch.device(device_type)):
             raise UserError(
@@ -174,6 +250,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
     def setup(self, precision: Precision) -> None:
         """Join the other ranks and choose this rank's device; collective."""
         super().setup(precision)
+        if self.tensor_parallel > 1:
+            self._join_tensor_groups()
         world_size, replicate, groups = self.comm.world_size, self.replicate, self.reshard_after_forward
         if replicate > 1 and (world_size % replicate or world_size == replicate):
             allowed = [n for n in range(1, world_size) if world_size % n == 0]
@@ -190,6 +268,26 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 f"two; set true, false{''.join(f', {n}' for n in divisors)}."
             )
 
+    def _join_tensor_groups(self) -> None:
+        """Divide the ranks into groups that compute layers together; collective.
+
+        tensor_parallel=2, ranks 0 to 3    layers: 0 with 1, 2 with 3    samples and shards: 0 with 2, 1 with 3
+        """
+        assert isinstance(self.comm, ProcessGroupCollectives)
+        num_ranks, size = self.comm.world_size, self.tensor_parallel
+        if num_ranks % size:
+            allowed = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+            raise UserError(
+                f"tensor_parallel={size} must divide the {num_ranks} ranks; set "
+                f"strategy.tensor_parallel={' or '.join(map(str, allowed))}, or another strategy.devices."
+            )
+        grid = [range(first, first + size) for first in range(0, num_ranks, size)]
+        group = self._own_groups.new_of_sets(grid, self._all_ranks)
+        data_group = self._own_groups.new_of_sets(list(zip(*grid, strict=True)), self._all_ranks)
+        assert group is not None and data_group is not None
+        self._tensor_mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=mesh_names("tensor"))
+        self.comm = TensorParallelCollectives(self.comm, data_group, step=lambda: self._steps)
+
     def prepare(self, task: TaskModule) -> None:
         """Shard the task, with rank 0's parameters and buffers; collective.
 
@@ -198,6 +296,9 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         _check_shardable(task)
         super().prepare(task)  # broadcasts, which must precede the shards: these differ from rank to rank
         units = choose_units(task, self.units, min_bytes=self.min_unit_mb * MIB)
+        parallel = self._divide(task, units)
+        if parallel is not None:
+            units = measured_units((unit.name, unit.module) for unit in units)
         if self.comm.is_main:
             plan = describe_units(
                 units,
@@ -233,11 +334,42 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             offload=self.offload is not None,
             records=records,
             order=order,
+            parallel=parallel,
         )
         self._records, self._tried_hooks = {}, {}
         self._locals = {id(shard.sharded): shard.local for shard in self._sharded.shards}
         self._find_trained(task)  # again, as shards have taken the place of the parameters
         self._last, self._muons = None, {}
+        self._largest_spread = torch.zeros((), dtype=torch.float64)
+
+    def _divide(self, task: TaskModule, units: Sequence[Unit]) -> TensorParallel | None:
+        """Divide layers over the tensor-parallel ranks."""
+        if self._tensor_mesh is None:
+            return None
+        if self._records:
+            raise UserError(
+                "strategy.tensor_parallel divides layers that have values, and this task was built without. Set "
+                "trainer.deferred_init=false, or strategy.tensor_parallel=1."
+            )
+        size = self.tensor_parallel
+        tensor_units = choose_tensor_units(task, self.tensor_plan, size=size)
+        for tensor_unit in list(tensor_units):
+            inner = next((unit.name for unit in units if _is_in(unit.module, tensor_unit.module)), None)
+            if inner is None:
+                continue
+            if self.tensor_plan != "auto":
+                raise UserError(
+                    f"{tensor_unit.name} is computed by tensor-parallel ranks together, and {inner} in it is a unit of "
+                    f"its own. Take {inner} out of strategy.units, or the layers of {tensor_unit.name} out of "
+                    "strategy.tensor_plan."
+                )
+            tensor_units.remove(tensor_unit)
+        if self.comm.is_main:
+            plan = describe_tensor_units(tensor_units, task, size=size)
+            logger.info("tensor parallel:\n%s", plan)
+            if self.log_dir is not None:
+                write_optional(self.log_dir / "tensor_plan.txt", f"{plan}\n")
+        return TensorParallel(task, tensor_units, self._tensor_mesh, is_auto=self.tensor_plan == "auto")
 
     def _move_task(self, task: TaskModule) -> None:
         self._records = records_of(task)
@@ -253,6 +385,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         muons = {number: member for number, member in enumerate(members(optimizer)) if type(member) is MUON}
         others = [member for number, member in enumerate(members(optimizer)) if number not in muons]
         check_elementwise(others, "strategy=fsdp", "Muon, or set strategy=ddp")
+        if muons and self.tensor_parallel > 1:
+            raise UserError(
+                "strategy.tensor_parallel divides the matrices that Muon needs as a whole. Use AdamW, or set "
+                "strategy.tensor_parallel=1."
+            )
         if muons and self.offload is not None:
             raise UserError(
                 "strategy.offload=cpu does not support Muon, whose matrices ranks exchange on the devices. Set "
@@ -279,7 +416,8 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             matrices = [by_local[id(parameter)] for group in groups for parameter in group["params"]]
             self._muons[phase_optimizer.phase] = ShardedMuon(muons.values(), matrices, self._task, self.comm)
         # An overflow in one rank's shards must skip the step on all of them.
-        phase_optimizer.max_over_ranks = partial(self.comm.reduce_in_place, op="max", where="the overflow check")
+        comm = self._all_ranks_comm
+        phase_optimizer.max_over_ranks = partial(comm.reduce_in_place, op="max", where="the overflow check")
 
     def retrain(self, task: TaskModule, phase_optimizers: Sequence[PhaseOptimizer]) -> None:
         """Let the optimizers update this rank's shards of the parameters that they have now; collective."""
@@ -304,7 +442,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             self._make_whole()
             return None
         state = self.state_dict(task)
-        return map_tensors(state, Tensor.cpu) if self.comm.rank == 0 else None
+        return map_tensors(state, Tensor.cpu) if self.comm.is_main else None
 
     def _release(self) -> None:
         """Leave the task whole if this process is the caller's."""
@@ -336,7 +474,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._steps += 1
         trained = [shard.sharded.requires_grad for shard in sharded.shards]
         self._begin_buffers()
-        with self.comm.waiting(where), sharded.explained(self._step_name):
+        with self.comm.waiting(where), sharded.explained(self._step_name), self._in_parallel():
             rounds, reduced = self._num_rounds(batch), [parameter.grad for parameter in sharded.replicated]
             for parameter in sharded.replicated:
                 parameter.grad = None  # summed over ranks already: summed again it would count several times
@@ -363,9 +501,14 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 sharded.refuse_unfreezing(shard.name)
         self._normalize_gradients(outputs, batch)
         self._synchronize_buffers()
+        self._check_tensor_ranks(outputs)
         # Last, so that no rank updates before all have their gradients: after a loss the step can be taken back.
         self._check_same_gradients()
         return outputs
+
+    def _in_parallel(self) -> AbstractContextManager[Any]:
+        # In backward too: there a mask, say, meets the gradient of what it was multiplied with.
+        return nullcontext() if self._tensor_mesh is None else implicit_replication()
 
     def _have_gradients(self) -> list[bool]:
         # Those that are not reduced yet are in the gathered parameters.
@@ -386,7 +529,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _repeat_last_batch(self, task: TaskModule) -> None:
         """Run the units that other ranks run, without an effect on gradients, buffers, metrics or generators."""
-        with _preserved(task):
+        with preserved(task):
             with self.precision.forward():
                 returned = self._task.run(self._step_name, self._last)
             loss = read_training_output(returned, 1, task, self._step_name).loss
@@ -406,6 +549,33 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             else:
                 parameter.grad = former_gradient
         self._task.reshard()
+
+    def _check_tensor_ranks(self, outputs: Sequence[StepOutput]) -> None:
+        """Make the gradients of what is whole on tensor-parallel ranks equal, and compare the losses; collective.
+
+        Raises UserError if the ranks have computed different samples together.
+        """
+        parallel = self._task.parallel
+        if parallel is None:
+            return
+        of_shards = [shard.local.grad for shard in self._task.shards if shard.division is None]
+        gradients = [*of_shards, *(parameter.grad for parameter in self._task.replicated)]
+        # Kernels that sum in another order each time would let them drift apart in silence.
+        parallel.average([gradient for gradient in gradients if gradient is not None])
+        losses = [output.loss.detach().double() for output in outputs if output.loss is not None]
+        if losses:
+            loss = torch.stack(losses).sum()
+            share = parallel.spread(loss) / loss.abs().clamp(min=1e-30)
+            self._largest_spread = torch.maximum(self._largest_spread.to(share.device), share.nan_to_num(0.0))
+        # Now and then, as it waits for the device.
+        if self.device.type != "cpu" and self._steps % LOSS_CHECK_INTERVAL:
+            return
+        eps = torch.finfo(self.precision.batch_type or torch.float32).eps
+        if float(self._largest_spread) > math.sqrt(eps):
+            raise UserError(
+                "tensor-parallel ranks had other losses, and they train on the same samples: their data or random "
+                "transforms differ. Let samples depend only on their index and torch's generator."
+            )
 
     def _check_same_gradients(self) -> None:
         """Raise UserError on all ranks unless all have gradients of the same parameters; collective."""
@@ -473,18 +643,29 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _grad_norm(self, phase_optimizer: PhaseOptimizer) -> Tensor:
         """Return the global 2-norm of the gradients, a scalar where the shards are; collective."""
+        divided = {id(shard.local) for shard in self._task.shards if shard.division is not None}
         replicated = {id(parameter) for parameter in self._task.replicated}
-        counted = [  # each element on one rank
-            parameter.grad
-            for parameter in phase_optimizer.parameters
-            if parameter.grad is not None
-            and (self.comm.is_main if id(parameter) in replicated else self._task.is_first_replica)
-        ]
+
+        def is_counted(parameter: Tensor) -> bool:  # each element on one rank
+            if id(parameter) in replicated:
+                return self.comm.is_main
+            return self._task.is_first_replica and (self._tensor_rank == 0 or id(parameter) in divided)
+
+        counted = [p.grad for p in phase_optimizer.parameters if p.grad is not None and is_counted(p)]
         local_norm = total_norm(counted, self.device)
         dtype = norm_dtype(phase_optimizer.parameters)  # a rank may have no gradients
         # In float64: the square of a norm in float32 overflows above 2e19.
-        norm = self.comm.all_reduce(local_norm.double().square()).sqrt().to(dtype)
+        norm = self._all_ranks_comm.all_reduce(local_norm.double().square()).sqrt().to(dtype)
         return norm if self.offload is None else norm.cpu()  # or fused kernels on the CPU would read it too early
+
+    @property
+    def _all_ranks_comm(self) -> ProcessGroupCollectives:
+        return self.comm.all_ranks if isinstance(self.comm, TensorParallelCollectives) else self.comm
+
+    @property
+    def _tensor_rank(self) -> int:
+        """The number of this rank among those that compute layers together."""
+        return 0 if self._tensor_mesh is None else self._tensor_mesh.get_local_rank()
 
     @property
     def _task(self) -> ShardedTask:
@@ -511,7 +692,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
                 last = micro_batch.batch
                 yield micro_batch
                 continue
-            with _preserved(task):  # the repeated batch counts in no metric
+            with preserved(task):  # the repeated batch counts in no metric
                 self._evaluate(step_name, last)
             if self.comm.should_stop_evaluation(False):
                 return
@@ -529,7 +710,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
     def _evaluate(self, step_name: str, batch: Any) -> Any:
         where = f"an evaluation after step {self._steps}"
-        with self.comm.waiting(where), self._task.explained(step_name):
+        with self.comm.waiting(where), self._task.explained(step_name), self._in_parallel():
             with self.precision.forward():
                 returned = self._task.run(step_name, self._move_for_evaluation(batch))
             self._task.end_evaluation()
@@ -545,7 +726,7 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
             return
         with (
             self.comm.waiting(self.comm.after("the gathering of the whole task")),
-            self._sharded.whole(self.comm.group),
+            self._sharded.whole(self._all_ranks),
         ):
             yield task
 
@@ -615,8 +796,20 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
 
         def placeholder(prefix: str, entry: str, shard: ParameterShard, local: Tensor) -> dict[str, Any]:
             name = f"{prefix}{entry}"
+            like = torch.empty(shard.shape, dtype=local.dtype, device="meta")
+            if shard.division is not None:
+                # The elements of a part are in no range of the whole.
+                elements = self._task.full(shard, local).flatten()
+                number, count = self._task.part
+                number, count = number * self.tensor_parallel + self._tensor_rank, count * self.tensor_parallel
+                length = -(-len(elements) // count)
+                content = elements[number * length : (number + 1) * length]
+                if len(content) and self._task.is_first_replica:
+                    parts.append(TensorShard(name, content.clone(), number * length, len(elements)))
+                return shard_placeholder(name, like)
             # Replicas of the shards have the same elements, and one of them writes these.
-            like = torch.empty(shard.sharded.shape, dtype=local.dtype, device="meta")
+            if self._tensor_rank:
+                return shard_placeholder(name, like)
             if local.numel() and (self._task.is_first_replica or self.comm.num_processes == 1):
                 start = self._task.first_element(shard.sharded)
                 parts.append(TensorShard(name, local.detach().reshape(-1), start, like.numel()))
@@ -702,31 +895,3 @@ def _check_one_dtype(name: str, module: nn.Module, others: Sequence[nn.Module]) 
 
 def _is_in(inner: nn.Module, outer: nn.Module) -> bool:
     return inner is not outer and any(module is inner for module in outer.modules())
-
-
-@contextmanager
-def _preserved(task: nn.Module) -> Iterator[None]:
-    """Restore buffers, metrics, random generators and numbers in attributes of modules at the end."""
-    # Counters such as `num_calls`: a step without samples must not be counted.
-    numbers = [
-        (vars(module), {name: value for name, value in vars(module).items() if isinstance(value, (int, float))})
-        for module in task.modules()
-    ]
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in task.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    metrics = preserve_state(metrics_in(task))
-    try:
-        with preserve_rng():
-            yield
-    finally:
-        restore(metrics)
-        for attributes, values in numbers:
-            attributes.update(values)
-        with torch.no_grad():
-            for table, name, buffer, content in buffers:
-                # The step may have written to the buffer, or have put another one in its place.
-                table[name] = buffer.copy_(content)

@@ -297,7 +297,12 @@ def module_attributes(module: nn.Module) -> list[tuple[str, Any]]:
     # Private: the wrapper of torch.compile lists its attributes there. They change at its first call, which only
     # one stage makes.
     of_wrapper = getattr(type(module), "_opt_mod_attributes", ())
-    attributes = [(key, value) for key, value in vars(module).items() if key not in OF_TORCH and key not in of_wrapper]
+    attributes = [
+        (key, value)
+        for key, value in vars(module).items()
+        # Also private: what `fully_shard` has of a module, and changes in each step.
+        if key not in OF_TORCH and key not in of_wrapper and not key.startswith("__composable_api_state_key")
+    ]
     return attributes + list(module._buffers.items())
 
 

@@ -153,6 +153,8 @@ def _checkpointing(kind: type[nn.Module]) -> type[nn.Module]:
     """
 
     class Checkpointed(kind):  # type: ignore[valid-type,misc] # made for each class of modules
+        plain_forward = kind.forward  # for a strategy that has more to do in what is recomputed
+
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             # Without gradients nothing is saved, and checkpoint would still copy the state of the random generators.
             if not torch.is_grad_enabled():
