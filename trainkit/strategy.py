@@ -70,8 +70,8 @@ class Strategy:
     """True if the modules of a step run unchanged, so that hooks see all their outputs."""
     supports_manual_backward: bool = False
     """True if a task may make the backward of a micro-batch, and step its optimizers, by itself."""
-    supports_compile: bool = True
-    """True if steps run the task's own modules, which stay compiled from one step to the next."""
+    compile_obstacle: str = ""
+    """Why the task's own modules cannot be compiled, and what to set, as the end of a sentence; empty if they can."""
     supports_scripts: bool = True
     """True if the task may have modules of TorchScript, which cannot be copied, traced or given hooks."""
     supports_auto_micro_batch: bool = False

@@ -495,11 +495,8 @@ def _check_offloads(strategy: Strategy, device_type: str) -> None:
 
 
 def _check_compiles(strategy: Strategy) -> None:
-    if not strategy.supports_compile:
-        raise UserError(
-            f"compile does not work with {type(strategy).__name__}, which makes the task's replicas anew in every "
-            "step. Set trainer.compile=false, or strategy=ddp."
-        )
+    if strategy.compile_obstacle:
+        raise UserError(f"compile does not work with {type(strategy).__name__}{strategy.compile_obstacle}")
 
 
 def _load_state(callback: Callback, state: dict[str, Any]) -> None:

@@ -144,7 +144,9 @@ class DataParallelStrategy(PhaseTraining):
     """
 
     supports_auto_micro_batch = True
-    supports_compile = False
+    compile_obstacle = (
+        ", which makes the task's replicas again in every step. Set trainer.compile=false, or strategy=ddp."
+    )
 
     def __init__(
         self,

@@ -176,7 +176,11 @@ class FSDPStrategy(PhaseTraining, MultiProcessStrategy):
         self._records: dict[str, Record] = {}  # of a task that has no values yet
         self._largest_spread = torch.zeros(())  # of a loss between tensor-parallel ranks, as a share
         self._tensor_mesh: DeviceMesh | None = None  # of the ranks that compute layers together
-        self.supports_compile = self.tensor_parallel == 1
+        if self.tensor_parallel > 1:
+            self.compile_obstacle = (
+                " and tensor_parallel, which looks at the operations of a module in Python. Set trainer.compile=false, "
+                "or strategy.tensor_parallel=1."
+            )
 
     # ---- Before and after training
 

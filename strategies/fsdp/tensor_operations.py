@@ -99,7 +99,8 @@ _NAMES = """
     reciprocal relu relu6 gelu silu tanh sigmoid softplus elu selu leaky_relu hardtanh hardswish hardsigmoid mish
     logsigmoid erf softmax log_softmax clamp clip where masked_fill maximum minimum sin cos layer_norm rms_norm mean sum
     view reshape flatten unflatten transpose permute contiguous expand expand_as unsqueeze squeeze swapaxes swapdims
-    movedim cat stack chunk split unbind narrow select to type type_as float double half bfloat16 clone tril triu
+    movedim cat stack chunk split unbind narrow select repeat_interleave to type type_as float double half bfloat16
+    clone detach tril triu eq ne lt le gt ge logical_and logical_or logical_not sign zeros_like ones_like lerp addcmul
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __matmul__ __rmatmul__ __neg__ __pow__
     __rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __invert__ __getitem__
 """
@@ -114,9 +115,13 @@ _MAY_WRITE = {
 }
 
 
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {f"__i{name}__" for name in _OPERATORS}
+
+
 def _writes(function: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Return True for a function that changes a tensor in place."""
-    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or kwargs.get("out") is not None:
+    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE or kwargs.get("out") is not None:
         return True
     if name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
         return True
@@ -173,13 +178,21 @@ def _split(mesh: DeviceMesh, function: Any, tensor: DTensor, split_size: Any, di
 def _unflatten(mesh: DeviceMesh, function: Any, input: DTensor, dim: int, sizes: Sequence[int]) -> Any:
     (placement,) = input.placements
     dim %= input.dim()
-    if not isinstance(placement, _StridedShard) or (placement.dim, placement.split_factor) != (dim, sizes[0]):
-        return None
     if len(sizes) < 2 or sizes[1] % mesh.size():
+        return None
+    if not isinstance(placement, _StridedShard) or (placement.dim, placement.split_factor) != (dim, sizes[0]):
         return None
     width = sizes[1] // mesh.size() if sizes[1] > 0 else -1
     local = function(input.to_local(), dim, (sizes[0], width, *sizes[2:]))
     return DTensor.from_local(local, mesh, [Shard(dim + 1)], run_check=False)
+
+
+def _view(mesh: DeviceMesh, function: Any, input: DTensor, *sizes: Any) -> Any:
+    shape: Sequence[int] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes
+    last = input.dim() - 1
+    if not all(isinstance(size, int) for size in shape) or tuple(shape[:last]) != tuple(input.shape[:last]):
+        return None
+    return _unflatten(mesh, Tensor.unflatten, input, last, shape[last:])
 
 
 def _blocks(tensor: DTensor, mesh: DeviceMesh, count: int, dim: int) -> tuple[DTensor, ...] | None:
@@ -202,6 +215,8 @@ _IN_PARTS: dict[Any, Callable[..., Any]] = {
     Tensor.split: _split,
     torch.unflatten: _unflatten,
     Tensor.unflatten: _unflatten,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
 }
 """What is computed by this module; `None` is returned for what is not."""
 

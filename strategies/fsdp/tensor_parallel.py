@@ -8,8 +8,9 @@ of this rank, which `fully_shard` shards further. Inside its unit it is a DTenso
 tensor there: PyTorch then decides for each operation what is divided, summed or sent, and the code of the module need
 not know. At the end of the unit its outputs are whole on every rank.
 
-The first calls of a unit are tried: outputs, gradients, buffers and random numbers are compared with those of the
-module with whole weights. A unit that differs, or has an operation that DTensor does not know, gathers its weights.
+The first call of each kind has whole weights, gathered on every rank. If it changes nothing of the module, it is
+repeated in parts, and outputs, gradients and random numbers are compared. A unit that differs, that has operations
+which cannot be computed in parts, or whose activations may be used elsewhere, gathers its weights in every call.
 """
 
 from __future__ import annotations
@@ -136,7 +137,11 @@ class _RunningUnit:
         self.class_name = type(unit.module).__name__  # `fully_shard` gives it another class
         self.device = torch.device(parallel.mesh.device_type)
         self._by_name, self._parallel, self._is_auto = by_name, parallel, is_auto
-        self._shapes: dict[str, torch.Size] = {}  # of the parts
+        self._shapes = {  # of the parts
+            name: division.part_shape(self.module.get_parameter(name).shape, parallel.size)
+            for name, division in by_name.items()
+        }
+        self._inner_modules = [(name, module) for name, module in self.module.named_modules() if name]
         self._reason: str | None = None  # why it gathers its weights
         self._tried: dict[tuple[Any, ...], int] = {}  # kind of a call -> the pass of the first one
         self._former = vars(self.module).get("forward")
@@ -153,7 +158,6 @@ class _RunningUnit:
 
     def install(self) -> None:
         """Let calls of the module come to `run`."""
-        self._shapes = {name: self.module.get_parameter(name).shape for name in self._by_name}
         self.module.forward = self.run  # hooks of the module stay around it
 
     def remove(self) -> None:
@@ -169,14 +173,20 @@ class _RunningUnit:
                 f"{self.name} is called between steps, and tensor-parallel ranks compute it together. In a callback "
                 "use, on every rank: `with run.whole_task() as task:`, in which the task has all values."
             )
-        if not self.gathers:
-            self._gather_if(self._open_reason(args, kwargs))
+        if self.gathers:
+            return self._computed(True, args, kwargs)
         # What decides which code of the module runs: other code may have another fault.
         key = (self.module.training, torch.is_grad_enabled(), *map(_kind_of, tree_leaves((args, kwargs))))
-        if self.gathers or key in self._tried:
+        reason = self._open_reason(args, kwargs)
+        if key in self._tried:
+            if reason is not None:  # not agreed on by a message, which each call would have to wait for
+                raise NotDivisible(self.name, reason)
             # Until the end of the pass: a checkpoint around the unit may run the first call again in backward.
-            return self._computed(self.gathers or self._tried[key] == self._parallel.num_passes, args, kwargs)
+            return self._computed(self._tried[key] == self._parallel.num_passes, args, kwargs)
         self._tried[key] = self._parallel.num_passes
+        self._gather_if(reason)
+        if self.gathers:
+            return self._computed(True, args, kwargs)
         self._check_same_inputs(args, kwargs)
         # This one counts, so that what the code changes is changed once.
         attributes, versions = AttributeSnapshot(self.module), self._versions()
@@ -197,9 +207,9 @@ class _RunningUnit:
 
     def _open_reason(self, args: Any, kwargs: Any) -> str | None:
         """Return why activations would leave the module; `None` if no reason is seen before it runs."""
-        for name, module in self.module.named_modules():
+        for name, module in self._inner_modules:
             of_forward, of_backward = module._forward_hooks or module._forward_pre_hooks, module._backward_hooks
-            if name and (of_forward or of_backward or module._backward_pre_hooks):
+            if of_forward or of_backward or module._backward_pre_hooks:
                 return f"{name} has hooks, which would get parts of activations"
         other = next((value for value in (*args, *kwargs.values()) if not _is_plain(value)), None)
         if other is not None:

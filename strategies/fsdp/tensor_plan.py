@@ -45,6 +45,10 @@ class Division:
         blocks = zip(*(part.chunk(self.blocks, self.dim) for part in parts), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
 
+    def part_shape(self, whole: torch.Size, size: int) -> torch.Size:
+        """Return the shape of the part of one of `size` ranks."""
+        return torch.Size(width // size if dim == self.dim else width for dim, width in enumerate(whole))
+
     def whole_shape(self, part: torch.Size, size: int) -> torch.Size:
         """Return the shape of the tensor of which each of `size` ranks has a part."""
         return torch.Size(width * size if dim == self.dim else width for dim, width in enumerate(part))

@@ -220,7 +220,9 @@ class LightningTask(TaskModule):
             return
         one_batch = strategy.num_micro_batches == 1
         honoured = {
-            **dict.fromkeys(BATCH_HOOKS, one_batch and strategy.supports_module_hooks and strategy.supports_compile),
+            **dict.fromkeys(
+                BATCH_HOOKS, one_batch and strategy.supports_module_hooks and not strategy.compile_obstacle
+            ),
             **dict.fromkeys(GRADIENT_HOOKS, one_batch and strategy.supports_manual_backward),
             "on_after_backward": one_batch
             and strategy.supports_manual_backward
