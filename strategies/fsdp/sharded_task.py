@@ -455,7 +455,9 @@ class ShardedTask:
                 )
 
     def _note_call(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._containers.append([(value, _items(value)) for value in _containers((*args, *kwargs.values()))])
+        # Of a batch nobody looks at what the step leaves.
+        given = () if module is self._root else _containers((*args, *kwargs.values()))
+        self._containers.append([(value, _items(value)) for value in given])
         self._calls.add(index)
         if self._unattached:
             self._attach()

@@ -707,6 +707,48 @@ def test_a_repeated_batch_is_not_counted_by_the_task(tmp_path):
     assert ranks[0] != ranks[1]
 
 
+class Collecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, states: list[Tensor]) -> Tensor:
+        states.append(x)
+        return self.layer(x)
+
+
+class Collected(TaskModule):
+    """Its units append to a list, which `fully_shard` gives them a copy of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Collecting(), Collecting()])
+
+    def training_step(self, batch: Any) -> Any:
+        x, states = self.words(batch[0]), list[Tensor]()
+        for block in self.blocks:
+            x = block(x, states)
+        return x.square().mean() + sum(state.square().mean() for state in states)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def collected(folder: str) -> str:
+    task, strategy = Collected(), FSDPStrategy(device="cpu", min_unit_mb=0)
+    try:
+        train(strategy, task, Data(train=sentences(), batch_size=8), max_duration="2step", run_dir=folder)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_unit_that_fills_a_list_is_refused(tmp_path):
+    for message in run_ranks(collected, 2, str(tmp_path)):
+        assert "blocks.0 changes a list or dictionary that it is called with" in message
+
+
 class Unfrozen(Language):
     def configure_callbacks(self) -> list[Callback]:
         return [GradualUnfreezing(unfreeze_at={"blocks.*": "3step"})]
