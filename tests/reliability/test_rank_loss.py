@@ -30,6 +30,7 @@ from trainkit.strategies.torch_ddp import TorchDDPStrategy
 from tests.marks import needs_muon
 from trainkit import Callback, Data, TaskModule, Trainer
 from trainkit.checkpoint.sharded_state import TensorOfShards, TensorShard, in_memory, shard_placeholder
+from trainkit.distributed import launcher
 from trainkit.distributed.launcher import RankFailure
 from trainkit.distributed.rank_loss import (
     END_SECONDS,
@@ -40,7 +41,7 @@ from trainkit.distributed.rank_loss import (
     Recovery,
     SavedStep,
 )
-from trainkit.errors import UserError
+from trainkit.errors import Stopped, UserError
 from trainkit.loops.handover import put_together
 
 KILLS = int(os.environ.get("TRAINKIT_KILLS", "8"))
@@ -276,6 +277,19 @@ def test_all_ranks_are_started_again_by_a_signal_after_fewer_have_gone_on(
     assert lines[-1]["from"] == "the memory of a surviving rank"
     assert lines[-1]["lost"] == "SIGUSR2 asked for all ranks"
     assert f"To start all ranks again, type: kill -USR2 {os.getpid()}" in capfd.readouterr().err
+
+
+def test_a_signal_to_stop_that_comes_while_ranks_are_started_again_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
+    after_loss = launcher._after_loss
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return after_loss(*args, **kwargs)
+
+    monkeypatch.setattr(launcher, "_after_loss", interrupted)
+    task = Fragile(tmp_path, (("forward", 1, 3),), seconds=0.05)
+    with pytest.raises(Stopped):
+        fit(ddp(devices=2, on_rank_loss="continue"), task, None)
 
 
 def test_the_surviving_ranks_split_a_batch_that_they_cannot_divide(tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ def launch_ranks(
             if next_environment is None:
                 break
             environment = next_environment
-            received.clear()
+            # One by one, and these alone: a Ctrl-C that comes meanwhile is for the next ranks.
+            for number in [number for number in received if number in regrow]:
+                received.remove(number)
     is_complete = outcomes[0].failure is None and recovery is not None and bool(_lost_ranks(outcomes))
     if not is_complete:
         _raise_first_failure(outcomes, received, name_of)
